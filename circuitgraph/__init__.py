@@ -1,0 +1,97 @@
+"""circuitgraph: drafters of speculative decoding, compiled ahead of time and run inside LLM servers.
+
+    circuitgraph.compile("auto", model="drafter/", target_model="target/", out="drafter.cg")
+    runner = circuitgraph.load("drafter.cg", model="drafter/", target_model="target/")
+
+Names are imported when they are first used: a serving box has torch and tvm_ffi only, and a command line that prints
+a program should not wait for a compiler.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .bench import BenchReport, bench
+    from .checkpoint import bind, load_circuit, open_checkpoint
+    from .circuit.ir import Circuit
+    from .errors import (
+        ArtifactError,
+        BuildError,
+        CheckpointError,
+        CircuitError,
+        CircuitgraphError,
+        ProgramError,
+        RuntimeUseError,
+        ScheduleError,
+    )
+    from .inspect import explain, stage_text
+    from .interpret import interpret
+    from .language import load_program, parse_circuit, resolve, shipped_programs
+    from .pipeline import CompileResult, compile
+    from .runtime import load
+    from .verify import VerifyReport, verify
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "bench": ("BenchReport", "bench"),
+    "checkpoint": ("bind", "load_circuit", "open_checkpoint"),
+    "circuit.ir": ("Circuit",),
+    "errors": (
+        "ArtifactError",
+        "BuildError",
+        "CheckpointError",
+        "CircuitError",
+        "CircuitgraphError",
+        "ProgramError",
+        "RuntimeUseError",
+        "ScheduleError",
+    ),
+    "inspect": ("explain", "stage_text"),
+    "interpret": ("interpret",),
+    "language": ("load_program", "parse_circuit", "resolve", "shipped_programs"),
+    "pipeline": ("CompileResult", "compile"),
+    "runtime": ("load",),
+    "verify": ("VerifyReport", "verify"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "ArtifactError",
+    "BenchReport",
+    "BuildError",
+    "CheckpointError",
+    "Circuit",
+    "CircuitError",
+    "CircuitgraphError",
+    "CompileResult",
+    "ProgramError",
+    "RuntimeUseError",
+    "ScheduleError",
+    "VerifyReport",
+    "bench",
+    "bind",
+    "compile",
+    "explain",
+    "interpret",
+    "load",
+    "load_circuit",
+    "load_program",
+    "open_checkpoint",
+    "parse_circuit",
+    "resolve",
+    "shipped_programs",
+    "stage_text",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    value = getattr(import_module(f".{_HOME_OF[name]}", __name__), name)
+    # The functions `bench`, `interpret` and `verify` share their module's name: importing the module bound that one.
+    globals()[name] = value
+    return value

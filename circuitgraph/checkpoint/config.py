@@ -1,0 +1,236 @@
+"""A model's config.json, read into the flat values that programs ask for.
+
+Configs of one architecture differ in where they put things: the text model's part may be nested, RoPE may be given
+as `rope_parameters` or as `rope_theta` and `rope_scaling`, a null means absent. What is read here is the meaning;
+keys that nobody asks for are left alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, Fault, did_you_mean
+from ..runtime.rope import KINDS, OPTIONAL, RopeSpec
+
+_PLAIN_ROPE = {"default", "mrope"}
+"""`mrope` gives text tokens one position on all its axes, which is the ordinary rotation."""
+
+
+@dataclass(frozen=True)
+class RawConfig:
+    """The JSON as it is, and the file to name in messages."""
+
+    data: Mapping[str, Any]
+    file: str
+
+    def get(self, key: str) -> Any:
+        """The value at a dotted path of keys ("" is the whole), None where there is none or it is null."""
+        value: Any = self.data
+        for part in key.split(".") if key else ():
+            if not isinstance(value, Mapping):
+                return None
+            value = value.get(part)
+        return value
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A config seen from one of its sections.
+
+    values: every plain value of the section under its own key, and the canonical ones (see `canonical`) over them.
+    """
+
+    raw: RawConfig
+    section: str
+    values: Mapping[str, Any]
+    rope: RopeSpec
+
+    def find(self, key: str) -> Any:
+        """A key of the section, else of the whole file; None where absent or null."""
+        return _find(self.raw, self.section, key)
+
+
+def read_raw(source: str | Path | Mapping[str, Any] | RawConfig) -> RawConfig:
+    """The config of a folder, of a JSON file, or a mapping that stands for one.
+
+    Raises:
+        CheckpointError: the file is absent or does not hold a JSON object.
+    """
+    if isinstance(source, RawConfig):
+        return source
+    if isinstance(source, Mapping):
+        return RawConfig(source, "config")
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        hint = "Give a model folder with a config.json, or the path of a config.json."
+        raise CheckpointError(Fault("the file does not exist", where=str(path), hint=hint)) from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise CheckpointError(Fault(f"cannot read the file: {problem}", where=str(path))) from None
+    except json.JSONDecodeError as problem:
+        raise CheckpointError(Fault(f"not valid JSON: {problem.msg}", where=f"{path}:{problem.lineno}")) from None
+    if not isinstance(data, dict):
+        raise CheckpointError(Fault("a config is a JSON object", where=str(path), got=type(data).__name__))
+    return RawConfig(data, str(path))
+
+
+def read_config(
+    source: str | Path | Mapping[str, Any] | RawConfig, sections: Sequence[str] = ("",)
+) -> ModelConfig:
+    """Read the first of `sections` (dotted keys, "" is the top level) that the config has.
+
+    The canonical values: hidden_size, num_attention_heads, num_key_value_heads, head_dim, rotary_dim, vocab_size,
+    attention_scale, tie_word_embeddings; where given: intermediate_size, rms_norm_eps, max_position_embeddings.
+
+    Raises:
+        CheckpointError: every value that is absent, of the wrong kind, or at odds with another.
+    """
+    raw = read_raw(source)
+    section = next((name for name in sections if isinstance(raw.get(name), Mapping)), None)
+    if section is None:
+        expected = " or ".join(f"'{name}'" for name in sections)
+        raise CheckpointError(Fault("the config has no section for the drafter", where=raw.file, expected=expected))
+    reader = _Reader(raw, section)
+    values = {key: value for key, value in raw.get(section).items() if isinstance(value, bool | int | float | str)}
+    heads = reader.count("num_attention_heads")
+    hidden = reader.count("hidden_size")
+    values["num_attention_heads"], values["hidden_size"] = heads, hidden
+    values["vocab_size"] = reader.count("vocab_size")
+    values["num_key_value_heads"] = reader.count("num_key_value_heads", heads)
+    head_dim = reader.head_dim(hidden, heads)
+    rope = reader.rope(head_dim)
+    values["head_dim"], values["rotary_dim"] = head_dim, rope.dim
+    values["attention_scale"] = head_dim**-0.5
+    for key in ("intermediate_size", "max_position_embeddings"):
+        if reader.get(key) is not None:
+            values[key] = reader.count(key)
+    if reader.get("rms_norm_eps") is not None:
+        values["rms_norm_eps"] = reader.number("rms_norm_eps", reader.get("rms_norm_eps"))
+    values["tie_word_embeddings"] = reader.flag("tie_word_embeddings", False)
+    if heads % values["num_key_value_heads"]:
+        expected = f"a divisor of num_attention_heads ({heads})"
+        reader.refuse("num_key_value_heads", "query heads do not split evenly", expected, values["num_key_value_heads"])
+    if reader.faults:
+        raise CheckpointError(reader.faults)
+    return ModelConfig(raw, section, values, rope)
+
+
+def _find(raw: RawConfig, section: str, key: str) -> Any:
+    value = raw.get(f"{section}.{key}") if section else None
+    return raw.get(key) if value is None else value
+
+
+@dataclass
+class _Reader:
+    """Looks values up and collects what is wrong; after a fault a harmless value stands in."""
+
+    raw: RawConfig
+    section: str
+    faults: list[Fault] = field(default_factory=list)
+
+    def refuse(self, key: str, message: str, expected: str | None = None, got: Any = None, hint: str | None = None) -> None:
+        shown = None if got is None else repr(got)
+        self.faults.append(Fault(message, where=self.raw.file, subject=self._path(key), expected=expected, got=shown, hint=hint))
+
+    def _path(self, key: str) -> str:
+        return f"{self.section}.{key}" if self.section else key
+
+    def get(self, key: str) -> Any:
+        return _find(self.raw, self.section, key)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.get(key)
+        value = default if value is None else value
+        if value is None:
+            near = [name for name in self.raw.get(self.section) if isinstance(name, str)]
+            self.refuse(key, "the key is missing", "a positive integer", hint=_near(key, near))
+        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            self.refuse(key, "the value is of the wrong kind", "a positive integer", value)
+        else:
+            return value
+        return 1
+
+    def number(self, key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            self.refuse(key, "the value is of the wrong kind", "a positive number", value)
+            return 1.0
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            self.refuse(key, "the value is of the wrong kind", "true or false", value)
+        return value if isinstance(value, bool) else default
+
+    def head_dim(self, hidden: int, heads: int) -> int:
+        if self.get("head_dim") is not None:
+            return self.count("head_dim")
+        if not self.faults and hidden % heads:
+            self.refuse("hidden_size", f"does not split into {heads} heads", got=hidden, hint="Does the config lack 'head_dim'?")
+        return max(1, hidden // heads)
+
+    def rope(self, head_dim: int) -> RopeSpec:
+        parameters, key = self._rope_parameters()
+        kind = parameters.get("rope_type") or parameters.get("type") or "default"
+        kind = "default" if kind in _PLAIN_ROPE else kind
+        limit = self.get("max_position_embeddings")
+        max_position = limit if isinstance(limit, int) else None
+        theta = self.number("rope_theta", self._agreed("rope_theta", parameters, 10000.0))
+        factor = self._agreed("partial_rotary_factor", parameters, 1.0)
+        dim = int(head_dim * self.number("partial_rotary_factor", factor))
+        if not 2 <= dim <= head_dim or dim % 2:
+            expected = f"an even share of head_dim ({head_dim})"
+            self.refuse("partial_rotary_factor", f"rotates {dim} columns of a head", expected, factor)
+        if kind not in KINDS:
+            expected = ", ".join(KINDS)
+            self.refuse(f"{key}.rope_type", f"unknown RoPE kind '{kind}'", expected, hint=did_you_mean(str(kind), KINDS))
+            return RopeSpec("default", theta, dim, max_position)
+        return RopeSpec(kind, theta, dim, max_position, self._scaling(kind, parameters, key, max_position))
+
+    def _rope_parameters(self) -> tuple[Mapping[str, Any], str]:
+        for key in ("rope_parameters", "rope_scaling"):
+            value = self.get(key)
+            if value is None:
+                continue
+            if not isinstance(value, Mapping):
+                self.refuse(key, "the value is of the wrong kind", "an object", value)
+                continue
+            # Models that mix attention kinds give a set for each; drafter layers are full attention.
+            if isinstance(value.get("full_attention"), Mapping):
+                return value["full_attention"], f"{key}.full_attention"
+            return value, key
+        return {}, "rope_parameters"
+
+    def _agreed(self, key: str, parameters: Mapping[str, Any], default: float) -> Any:
+        """A value that may stand in the RoPE parameters, in the section or at the top: the same wherever it stands."""
+        given = [value for value in (parameters.get(key), self.get(key)) if value is not None]
+        if len(given) == 2 and given[0] != given[1]:
+            self.refuse(key, "the config gives two values", f"{given[0]} as in its RoPE parameters", given[1])
+        return given[0] if given else default
+
+    def _scaling(
+        self, kind: str, parameters: Mapping[str, Any], key: str, max_position: int | None
+    ) -> tuple[tuple[str, float], ...]:
+        scaling: dict[str, float] = {}
+        for name in KINDS[kind]:
+            value = parameters.get(name)
+            if value is None and name == "original_max_position_embeddings" and kind == "yarn":
+                value = max_position
+            if value is None:
+                self.refuse(f"{key}.{name}", f"RoPE kind '{kind}' needs this key", "a positive number")
+            else:
+                scaling[name] = self.number(f"{key}.{name}", value)
+        if kind == "yarn":
+            scaling.update({name: parameters[name] for name in OPTIONAL if parameters.get(name) is not None})
+        return tuple(scaling.items())
+
+
+def _near(key: str, known: Sequence[str]) -> str | None:
+    hint = did_you_mean(key, known)
+    return hint if hint.startswith("Did you mean") else None

@@ -1,0 +1,218 @@
+"""Family files: how a model's config selects a program, and what its tensors are called. docs/language.md is the manual."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+from ..errors import CheckpointError, Fault, ProgramError, did_you_mean
+from ..language.load import PROGRAMS
+from ..language.schema import SwitchValue
+from ..language.source import Places, read_yaml
+from .config import ModelConfig, RawConfig, read_config
+
+FAMILIES = PROGRAMS / "families"
+
+ConfigValue = StrictBool | StrictInt | float | StrictStr
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ConfigSwitch(_Strict):
+    """A switch whose value a config key gives, `default` where the key is absent."""
+
+    config: str
+    default: SwitchValue
+
+
+class LayerDecl(_Strict):
+    """`{layer}` in tensor names: the index of the layer whose tensors start with `found_by`.
+
+    Without tensors (a bare config) it is `otherwise`, a number or a config key.
+    """
+
+    found_by: str
+    otherwise: StrictInt | StrictStr = 0
+
+
+class BorrowedDecl(_Strict):
+    """A weight of the target model. `tied_to` stands in for it where the config ties the two."""
+
+    names: list[str] = Field(min_length=1)
+    tied_to: str | None = None
+
+
+class WaivedDecl(_Strict):
+    """Tensors that no program uses, and why that is right."""
+
+    pattern: str
+    reason: str
+
+
+class FamilyFile(_Strict):
+    family: str
+    doc: str
+    sources: list[str] = Field(min_length=1)
+    program: str
+    default: bool = False
+    stored: Literal["in_target", "alone"]
+    recognise: list[dict[str, list[ConfigValue] | Literal["present"]]] = Field(min_length=1)
+    sections: list[str] = Field(default_factory=lambda: [""], min_length=1)
+    target: str | None = None
+    supports: dict[str, list[ConfigValue]] = Field(default_factory=dict)
+    switches: dict[str, SwitchValue | ConfigSwitch] = Field(default_factory=dict)
+    layer: LayerDecl | None = None
+    prefixes: list[str] = Field(min_length=1)
+    tensors: dict[str, str | list[str]]
+    borrowed: dict[str, BorrowedDecl] = Field(default_factory=dict)
+    waived: list[WaivedDecl] = Field(default_factory=list)
+    example: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    file: FamilyFile
+    places: Places
+
+    @property
+    def name(self) -> str:
+        return self.file.family
+
+    def recognises(self, config: RawConfig) -> bool:
+        """Whether every condition of one of the family's `recognise` alternatives holds."""
+        return any(all(_holds(config, key, wanted) for key, wanted in case.items()) for case in self.file.recognise)
+
+    def read_config(self, raw: RawConfig) -> ModelConfig:
+        """The config from where this family keeps it.
+
+        Raises:
+            CheckpointError: as `config.read_config`, and for a setting that the family's program does not model.
+        """
+        config = read_config(raw, self.file.sections)
+        faults = []
+        for key, accepted in self.file.supports.items():
+            value = config.find(key)
+            if value is not None and value not in accepted:
+                faults.append(
+                    Fault(
+                        f"family '{self.name}' does not model this setting",
+                        where=raw.file,
+                        subject=key,
+                        expected=" or ".join(repr(item) for item in accepted),
+                        got=repr(value),
+                        hint=f"Program '{self.file.program}' would compute something else.",
+                    )
+                )
+        if faults:
+            raise CheckpointError(faults)
+        return config
+
+    def switches(self, config: ModelConfig, given: Mapping[str, SwitchValue] | None = None) -> dict[str, SwitchValue]:
+        """The family's decisions for this config, those in `given` over them. The program checks names and values."""
+        decided: dict[str, SwitchValue] = {}
+        for name, decl in self.file.switches.items():
+            if isinstance(decl, ConfigSwitch):
+                value = config.find(decl.config)
+                decided[name] = decl.default if value is None else value
+            else:
+                decided[name] = decl
+        return {**decided, **(given or {})}
+
+    def candidates(self, weight: str) -> tuple[str, ...]:
+        """Tensor names that may hold `weight`, best first; `{layer}` still stands in them. Empty: the family has none."""
+        if weight in self.file.borrowed:
+            return tuple(self.file.borrowed[weight].names)
+        names = self.file.tensors.get(weight, [])
+        return (names,) if isinstance(names, str) else tuple(names)
+
+    def waiver(self, tensor: str) -> str | None:
+        """Why `tensor` may stay unused, None where it may not."""
+        return next((item.reason for item in self.file.waived if _matches(item.pattern, tensor)), None)
+
+
+def shipped_families() -> dict[str, Path]:
+    """Name to file of every family in the distribution."""
+    return {path.stem: path for path in sorted(FAMILIES.glob("*.yaml"))}
+
+
+def load_family(name_or_path: str | Path) -> Family:
+    """A shipped family by name, or a family file by path.
+
+    Raises:
+        ProgramError: neither, or a file that does not load.
+    """
+    shipped = shipped_families()
+    path = shipped.get(str(name_or_path), Path(name_or_path))
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        hint = f"{did_you_mean(str(name_or_path), shipped)} Or give the path of a .yaml file."
+        raise ProgramError(Fault(f"no family '{name_or_path}'", hint=hint))
+    return Family(*read_yaml(path, FamilyFile))
+
+
+def families_of(program: str | None) -> list[Family]:
+    """The shipped families of a program, or all of them."""
+    families = [load_family(path) for path in shipped_families().values()]
+    return [family for family in families if program in (None, family.file.program)]
+
+
+def default_family(program: str) -> Family | None:
+    """What stands for a program when nobody names a family or a config."""
+    return next((family for family in families_of(program) if family.file.default), None)
+
+
+def recognise(config: RawConfig, program: str | None = None) -> Family:
+    """The one family that `config` belongs to.
+
+    Raises:
+        CheckpointError: no family, or several.
+    """
+    known = families_of(program)
+    found = [family for family in known if family.recognises(config)]
+    if len(found) == 1:
+        return found[0]
+    of_program = f" of program '{program}'" if program else ""
+    seen = ("model_type", "speculators_model_type", "architectures")
+    got = ", ".join(f"{key} {config.get(key)!r}" for key in seen if config.get(key) is not None) or "a config without model_type"
+    if found:
+        message = f"several families{of_program} recognise this config: {', '.join(family.name for family in found)}"
+        raise CheckpointError(Fault(message, where=config.file, got=got, hint="Name one of them."))
+    expected = "; ".join(f"{family.name}: {_conditions(family)}" for family in known) or None
+    hint = "Name the family if you know that its layout fits, or write a family file (docs/language.md)."
+    raise CheckpointError(Fault(f"no family{of_program} recognises this config", where=config.file, expected=expected, got=got, hint=hint))
+
+
+def _conditions(family: Family) -> str:
+    cases = []
+    for case in family.file.recognise:
+        wanted = [f"{key} {'present' if value == 'present' else '/'.join(map(str, value))}" for key, value in case.items()]
+        cases.append(" and ".join(wanted))
+    return " or ".join(cases)
+
+
+def _holds(config: RawConfig, key: str, wanted: list[ConfigValue] | str) -> bool:
+    value = config.get(key)
+    if wanted == "present":
+        return value is not None
+    values = value if isinstance(value, list) else [value]
+    return any(item in wanted for item in values)
+
+
+def _matches(pattern: str, tensor: str) -> bool:
+    """`*` in a pattern is any text, `{layer}` any number."""
+    parts = re.split(r"(\*|\{layer\})", pattern)
+    known = {"*": ".*", "{layer}": r"\d+"}
+    return re.fullmatch("".join(known.get(part, re.escape(part)) for part in parts), tensor) is not None
+
+
+def layers_found(pattern: str, names: frozenset[str]) -> list[int]:
+    """Every layer index with which the name of some tensor starts with `pattern`, in order."""
+    before, _, after = pattern.partition("{layer}")
+    expression = re.compile(re.escape(before) + r"(\d+)" + re.escape(after))
+    return sorted({int(match[1]) for match in map(expression.match, names) if match})

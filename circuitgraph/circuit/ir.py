@@ -1,0 +1,194 @@
+"""The circuit: a frozen dataflow graph. Program order is a tuple; networkx is a view (`circuit.graph`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import TypeAlias
+
+from ..errors import Location
+from .types import ROWS, StateType, TensorType, ValueType
+
+Attribute: TypeAlias = int | float | str | bool
+
+
+@dataclass(frozen=True)
+class Value:
+    name: str
+    type: ValueType
+
+
+@dataclass(frozen=True)
+class Node:
+    """One op application. `inputs` are value names in the op's argument order."""
+
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[Value, ...]
+    attrs: tuple[tuple[str, Attribute], ...] = ()
+    where: Location | None = field(default=None, compare=False)
+
+    @property
+    def name(self) -> str:
+        """A node is called by its first output."""
+        return self.outputs[0].name
+
+    @property
+    def attr(self) -> Mapping[str, Attribute]:
+        return MappingProxyType(dict(self.attrs))
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor that the caller hands in. `source` says what a server must capture for it, if anything."""
+
+    name: str
+    type: TensorType
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter, bound from a checkpoint by name. Shape is [out, in] for matrices."""
+
+    name: str
+    type: TensorType
+
+
+@dataclass(frozen=True)
+class Table:
+    """Constants computed at load time from the config: `rope` has `<name>.cos` and `<name>.sin`, f32[P, dim/2]."""
+
+    name: str
+    kind: str
+    dim: int
+
+    def tensors(self) -> tuple[Value, ...]:
+        shape = (f"{self.name}_rows", self.dim // 2)
+        return tuple(Value(f"{self.name}.{part}", TensorType("f32", shape)) for part in ("cos", "sin"))
+
+
+@dataclass(frozen=True)
+class State:
+    """A paged KV cache.
+
+    Storage, owned by the caller: `<name>.k` and `<name>.v`, dtype[layers, blocks, heads, block_size, dim].
+    Per call: `<name>.slot` i32[n] (block * block_size + offset; -1 writes nothing), `<name>.seq` i32[n] (which
+    sequence a row belongs to), `<name>.table` i32[s, b] (block ids), `<name>.start` i32[s] (first valid row),
+    `<name>.length` i32[n] (rows start..length-1 are visible to the row; its own row included).
+    """
+
+    name: str
+    kind: str
+    layers: int
+    heads: int
+    dim: int
+    dtype: str
+
+    def storage(self) -> tuple[Value, ...]:
+        shape = (self.layers, f"{self.name}_blocks", self.heads, f"{self.name}_block_size", self.dim)
+        return tuple(Value(f"{self.name}.{part}", TensorType(self.dtype, shape)) for part in ("k", "v"))
+
+    def metadata(self) -> tuple[Value, ...]:
+        sequences = f"{self.name}_sequences"
+        shapes: dict[str, tuple[int | str, ...]] = {
+            "slot": (ROWS,),
+            "seq": (ROWS,),
+            "table": (sequences, f"{self.name}_table_width"),
+            "start": (sequences,),
+            "length": (ROWS,),
+        }
+        return tuple(Value(f"{self.name}.{part}", TensorType("i32", shape)) for part, shape in shapes.items())
+
+    def bytes_per_row(self) -> int:
+        """Bytes that one row (one token of one sequence) takes, over all layers, keys and values."""
+        width = {"f32": 4, "bf16": 2, "f16": 2}[self.dtype]
+        return 2 * self.layers * self.heads * self.dim * width
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A slice of the graph that can be called: what it computes and which states it changes.
+
+    `rows` says what the row axis is: `sequences` (one row a sequence) or `context` (rows of several sequences, a
+    chunk at a time). An entry `on_request` is compiled only when it is asked for by name.
+    """
+
+    name: str
+    rows: str
+    outputs: tuple[str, ...] = ()
+    effects: tuple[str, ...] = ()
+    on_request: bool = False
+
+
+@dataclass(frozen=True)
+class Circuit:
+    """A resolved program: every switch decided, every dimension but the rows a number.
+
+    `outputs` maps public output names to value names, `effects` maps a state to its last version,
+    `facts` keeps the decisions (switch values) that made it.
+    """
+
+    name: str
+    dtypes: tuple[tuple[str, str], ...]
+    inputs: tuple[Input, ...]
+    states: tuple[State, ...]
+    tables: tuple[Table, ...]
+    weights: tuple[Weight, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[tuple[str, str], ...]
+    effects: tuple[tuple[str, str], ...]
+    entries: tuple[Entry, ...]
+    facts: tuple[tuple[str, Attribute], ...] = ()
+
+    def entry(self, name: str) -> Entry:
+        for entry in self.entries:
+            if entry.name == name:
+                return entry
+        raise KeyError(f"'{self.name}' has no entry '{name}'; it has {', '.join(e.name for e in self.entries)}")
+
+    @property
+    def act(self) -> str:
+        return dict(self.dtypes)["act"]
+
+    def sources(self) -> Iterator[Value]:
+        """Values that exist before the first node: inputs, states, tables, weights."""
+        yield from (Value(item.name, item.type) for item in self.inputs)
+        for state in self.states:
+            yield Value(state.name, StateType(state.name))
+        for table in self.tables:
+            yield from table.tensors()
+        yield from (Value(item.name, item.type) for item in self.weights)
+
+    @cached_property
+    def types(self) -> Mapping[str, ValueType]:
+        types = {value.name: value.type for value in self.sources()}
+        for node in self.nodes:
+            types.update((value.name, value.type) for value in node.outputs)
+        return MappingProxyType(types)
+
+    @cached_property
+    def producer(self) -> Mapping[str, Node]:
+        """Value name to the node that makes it (sources are absent)."""
+        return MappingProxyType({value.name: node for node in self.nodes for value in node.outputs})
+
+    def consumers(self, name: str) -> tuple[Node, ...]:
+        return tuple(node for node in self.nodes if name in node.inputs)
+
+    def graph(self):  # -> networkx.MultiDiGraph; imported here since the runtime has no networkx
+        """The networkx view: nodes are node names, edges carry the value name."""
+        import networkx
+
+        graph = networkx.MultiDiGraph()
+        for node in self.nodes:
+            graph.add_node(node.name, op=node.op)
+        for node in self.nodes:
+            for name in node.inputs:
+                if name in self.producer:
+                    graph.add_edge(self.producer[name].name, node.name, value=name)
+        return graph
+
+    def with_nodes(self, nodes: tuple[Node, ...], **changes) -> Circuit:
+        return replace(self, nodes=nodes, **changes)

@@ -1,0 +1,5 @@
+"""`python -m circuitgraph.cli`."""
+
+from . import main
+
+main()

@@ -1,0 +1,71 @@
+"""What a kernel template is. Templates are chosen and parametrised by schedule files; see `plan.schedule`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, ClassVar, Protocol
+
+from ..errors import Fault, ScheduleError, did_you_mean
+from ..plan.ir import Group, Plan, Scratch
+
+
+class Environment(Protocol):
+    """What a template sees while it emits: buffers by value name, under construction in an open TIR frame."""
+
+    plan: Plan
+
+    def buffer(self, name: str) -> Any:
+        """The TIR buffer of a value, weight, table, state part (`kv.k`) or this group's scratch."""
+        ...
+
+
+class Kernel:
+    """A template: what it accepts, the scratch it needs, and how it emits TIR. Used as a class, never instantiated."""
+
+    name: ClassVar[str]
+    Params: ClassVar[type]
+    """A frozen dataclass of tunables with defaults; schedule files set them by name."""
+
+    @staticmethod
+    def refuse(plan: Plan, group: Group, params: Any) -> str | None:
+        """Why this template cannot compute `group`, or None."""
+        raise NotImplementedError
+
+    @staticmethod
+    def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
+        """Memory needed while the group runs; names are local to the group."""
+        return ()
+
+    @staticmethod
+    def emit(env: Environment, group: Group, params: Any) -> None:
+        raise NotImplementedError
+
+
+KERNELS: dict[str, type[Kernel]] = {}
+
+
+def kernel(template: type[Kernel]) -> type[Kernel]:
+    """Add a template to the registry."""
+    if not template.__doc__ or template.name in KERNELS:
+        raise TypeError(f"kernel {template.__name__} needs a docstring and a name of its own")
+    KERNELS[template.name] = template
+    return template
+
+
+def make_params(template: type[Kernel], given: dict[str, Any], where: Any) -> Any:
+    """Schedule parameters as the template's dataclass.
+
+    Raises:
+        ScheduleError: an unknown name or a value of another kind.
+    """
+    known = {field.name: field for field in fields(template.Params)}
+    faults = []
+    for name, value in given.items():
+        if name not in known:
+            faults.append(Fault(f"kernel {template.name} has no parameter '{name}'", where=where, hint=did_you_mean(name, known)))
+        elif type(value) is not type(known[name].default):
+            expected = type(known[name].default).__name__
+            faults.append(Fault(f"parameter '{name}' has the wrong kind", where=where, expected=expected, got=repr(value)))
+    if faults:
+        raise ScheduleError(faults)
+    return template.Params(**given)

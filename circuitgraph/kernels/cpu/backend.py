@@ -1,0 +1,159 @@
+"""The CPU backend: plans to TIR, TIR through LLVM to one shared library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tvm
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import ir as I
+from tvm.tirx.script import builder as T
+
+from ...circuit.ir import Value
+from ...circuit.types import DTYPE_BITS, TensorType
+from ...lower import argument_values
+from ...plan.ir import Group, Plan
+from ...target import Built, Target
+from ..base import KERNELS, make_params
+from . import build, templates  # noqa: F401  (templates registers the CPU kernels)
+
+TIR_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32", "i64": "int64", "u8": "uint8"}
+
+
+class CpuBackend:
+    """See `target.Backend`."""
+
+    def __init__(self, target: Target):
+        self.tvm_target = build.cpu_target(target.arch or None)
+        self.lanes = build.vector_lanes(self.tvm_target)
+
+    def lower(self, plans: list[Plan]) -> tvm.IRModule:
+        with IRBuilder() as builder, I.ir_module():
+            for plan in plans:
+                _emit_function(plan, self.lanes)
+        return builder.get()
+
+    def build(self, module: tvm.IRModule, folder: Path) -> Built:
+        library = folder / "kernels.so"
+        compiled = build.build_library(module, library, self.tvm_target)
+        return Built(library, {"llvm": compiled.inspect_source("ll"), "asm": compiled.inspect_source("asm")})
+
+    def description(self) -> dict[str, Any]:
+        return {
+            "kind": "cpu",
+            "mcpu": str(self.tvm_target.attrs["mcpu"]),
+            "features": list(build.cpu_features(self.tvm_target)),
+            "lanes": self.lanes,
+        }
+
+
+def _emit_function(plan: Plan, lanes: int) -> None:
+    with T.prim_func():
+        T.func_name(plan.symbol)
+        env = CpuEnvironment(plan, lanes)
+        for index, group in enumerate(plan.groups):
+            choice = plan.choices[index]
+            template = KERNELS[choice.kernel]
+            env.enter(group)
+            template.emit(env, group, make_params(template, dict(choice.params), plan.symbol))
+        env.copy_shared_outputs()
+
+
+class CpuEnvironment:
+    """Buffers by value name. Arguments are the caller's tensors; the rest are views of the workspace argument."""
+
+    def __init__(self, plan: Plan, lanes: int):
+        self.plan = plan
+        self.lanes = lanes
+        self.group: Group | None = None
+        self._axes: dict[str, Any] = {}
+        self._buffers: dict[str, Any] = {}
+        self._output_of: dict[str, str] = {}
+        for role, value in argument_values(plan):
+            buffer = self._argument(value, role)
+            if role != "output":
+                self._buffers[value.name] = buffer
+                continue
+            # The first output of a value's bytes is where they live; further ones are copied at the end.
+            root = plan.storage(dict(plan.circuit.outputs)[value.name])
+            if root not in self._buffers:
+                self._buffers[root] = self._reshaped(buffer, plan.circuit.types[root])
+                self._output_of[root] = value.name
+            self._buffers[f"output {value.name}"] = buffer
+
+    def _argument(self, value: Value, role: str) -> Any:
+        assert isinstance(value.type, TensorType)
+        shape = [self._axis(dim) for dim in value.type.shape]
+        name = value.name.replace(".", "_") + ("_out" if role == "output" else "")
+        # Borrowed tensors lie where a checkpoint file put them: only their element's alignment is certain.
+        alignment = 64 if role == "workspace" else DTYPE_BITS[value.type.dtype] // 8
+        buffer = T.buffer(shape, TIR_DTYPES[value.type.dtype], align=alignment, buffer_name=name)
+        return T.arg(name, buffer)
+
+    def _axis(self, dim: int | str) -> Any:
+        if isinstance(dim, int):
+            return dim
+        if dim not in self._axes:
+            self._axes[dim] = tvm.tirx.Var(dim, "int32")
+        return self._axes[dim]
+
+    def enter(self, group: Group) -> None:
+        """Templates ask for this group's scratch from now on."""
+        self.group = group
+
+    def buffer(self, name: str) -> Any:
+        """Buffer of a value, weight, table, state part (`kv.k`) or scratch of the current group."""
+        assert self.group is not None
+        root = self.plan.storage(name)
+        for key in (f"{self.group.name}/{root}", root):
+            if key not in self._buffers and key in self.plan.slots:
+                self._buffers[key] = self._workspace_view(key, root)
+            if key in self._buffers:
+                if root == name or name not in self.plan.circuit.types:
+                    return self._buffers[key]
+                return self._reshaped(self._buffers[key], self.plan.circuit.types[name])
+        raise KeyError(f"{self.plan.symbol} {self.group.name}: '{name}' has no storage")
+
+    def _workspace_view(self, key: str, root: str) -> Any:
+        value_type = self.plan.circuit.types.get(root)
+        if "/" in key:
+            index = self.plan.groups.index(self.group)  # type: ignore[arg-type]
+            value_type = next(item.type for item in self.plan.scratch[index] if f"{self.plan.groups[index].name}/{item.name}" == key)
+        assert isinstance(value_type, TensorType)
+        itemsize = DTYPE_BITS[value_type.dtype] // 8
+        offset = self.plan.slots[key].offset // itemsize
+        workspace = self._buffers["workspace"]
+        return T.decl_buffer(
+            list(value_type.shape), TIR_DTYPES[value_type.dtype], data=workspace.data, elem_offset=offset
+        )
+
+    def _reshaped(self, buffer: Any, value_type: Any) -> Any:
+        shape = list(value_type.shape)
+        if list(buffer.shape) == shape:
+            return buffer
+        return T.decl_buffer(shape, str(buffer.dtype), data=buffer.data, elem_offset=buffer.elem_offset)
+
+    def flat(self, name: str) -> Any:
+        """The buffer of `name` as [rows, columns]."""
+        buffer = self.buffer(name)
+        rows, *rest = [int(dim) for dim in buffer.shape]
+        columns = 1
+        for dim in rest:
+            columns *= dim
+        return self._reshaped(buffer, TensorType("f32", (rows, columns)))
+
+    def layer_cache(self, name: str, layer: int) -> Any:
+        """One layer of a state part as [blocks, heads, block_size, dim]."""
+        cache = self._buffers[name]
+        _, blocks, heads, block_size, dim = cache.shape
+        offset = layer * blocks * heads * block_size * dim if layer else 0
+        return T.decl_buffer((blocks, heads, block_size, dim), str(cache.dtype), data=cache.data, elem_offset=offset)
+
+    def copy_shared_outputs(self) -> None:
+        """Outputs whose bytes live elsewhere: in an input, or in another output."""
+        for public, value in self.plan.circuit.outputs:
+            root = self.plan.storage(value)
+            if self._output_of.get(root) != public:
+                source, target = self._buffers[root], self._buffers[f"output {public}"]
+                templates.emit_copy(self._reshaped(source, self.plan.circuit.types[value]), target, self.lanes)

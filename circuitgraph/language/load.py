@@ -1,0 +1,131 @@
+"""Stage `load`: program and block files to a `Program`: parsed statements, nothing decided yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from ..errors import CircuitgraphError, Fault, Location, ProgramError, did_you_mean
+from .expressions import Statement, parse_statement
+from .schema import BlockFile, BlockWeights, ProgramFile, SwitchValue, WhenDecl
+from .source import Key, Places, read_yaml
+
+PROGRAMS = Path(str(resources.files("circuitgraph.programs")))
+
+
+@dataclass(frozen=True)
+class When:
+    """Statements under a condition on switches."""
+
+    condition: tuple[tuple[str, SwitchValue], ...]
+    do: tuple[Statement | When, ...]
+    otherwise: tuple[Statement | When, ...]
+    where: Location
+
+
+@dataclass(frozen=True)
+class Block:
+    file: BlockFile
+    body: tuple[Statement | When, ...]
+    places: Places
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program file, its body parsed, with the blocks that it and they use."""
+
+    file: ProgramFile
+    body: tuple[Statement | When, ...]
+    blocks: dict[str, Block]
+    places: Places
+
+    @property
+    def name(self) -> str:
+        return self.file.program
+
+
+def shipped_programs() -> dict[str, Path]:
+    """Name to file of every program in the distribution."""
+    return {path.stem: path for path in sorted(PROGRAMS.glob("*.yaml"))}
+
+
+def find_program(name_or_path: str | Path) -> Path:
+    """A shipped program's name, or a path to a YAML file.
+
+    Raises:
+        ProgramError: neither.
+    """
+    shipped = shipped_programs()
+    if str(name_or_path) in shipped:
+        return shipped[str(name_or_path)]
+    path = Path(name_or_path)
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        return path
+    raise ProgramError(
+        Fault(f"no program '{name_or_path}'", hint=f"{did_you_mean(str(name_or_path), shipped)} Or give the path of a .yaml file.")
+    )
+
+
+def load_program(name_or_path: str | Path) -> Program:
+    """Read a program and its blocks. Blocks are looked for in `blocks/` beside the program, then in the shipped ones.
+
+    Raises:
+        ProgramError: every fault of every file read, each with its line.
+    """
+    path = find_program(name_or_path)
+    file, places = read_yaml(path, ProgramFile)
+    faults: list[Fault] = []
+    body = _parse_body(file.body, ("body",), places, faults)
+    blocks: dict[str, Block] = {}
+    folders = [path.parent / "blocks", PROGRAMS / "blocks"]
+    _load_blocks(_used_blocks(file.weights, places), folders, blocks, (), faults)
+    if faults:
+        raise ProgramError(faults)
+    return Program(file, body, blocks, places)
+
+
+def _used_blocks(weights: dict, places: Places) -> dict[str, Location]:
+    return {decl.block: places["weights", name] for name, decl in weights.items() if isinstance(decl, BlockWeights)}
+
+
+def _load_blocks(
+    used: dict[str, Location], folders: list[Path], blocks: dict[str, Block], path: tuple[str, ...], faults: list[Fault]
+) -> None:
+    for name, where in used.items():
+        if name in path:
+            faults.append(Fault(f"block '{name}' uses itself: {' -> '.join((*path, name))}", where=where))
+            continue
+        if name in blocks:
+            continue
+        files = [folder / f"{name}.yaml" for folder in folders]
+        found = next((file for file in files if file.is_file()), None)
+        if found is None:
+            known = {file.stem for folder in folders for file in folder.glob("*.yaml")}
+            faults.append(Fault(f"no block '{name}'", where=where, hint=did_you_mean(name, known)))
+            continue
+        try:
+            file, places = read_yaml(found, BlockFile)
+        except CircuitgraphError as error:
+            faults.extend(error.faults)
+            continue
+        if file.block != name:
+            faults.append(Fault(f"the file is called '{name}' but says 'block: {file.block}'", where=places["block",]))
+        blocks[name] = Block(file, _parse_body(file.body, ("body",), places, faults), places)
+        _load_blocks(_used_blocks(file.weights, places), folders, blocks, (*path, name), faults)
+
+
+def _parse_body(items: list, key: Key, places: Places, faults: list[Fault]) -> tuple[Statement | When, ...]:
+    body: list[Statement | When] = []
+    for index, item in enumerate(items):
+        here = (*key, index)
+        if isinstance(item, WhenDecl):
+            do = _parse_body(item.do, (*here, "do"), places, faults)
+            otherwise = _parse_body(item.otherwise, (*here, "otherwise"), places, faults)
+            body.append(When(tuple(item.when.items()), do, otherwise, places[here]))
+            continue
+        try:
+            body.append(parse_statement(item, places[here]))
+        except ProgramError as error:
+            faults.extend(error.faults)
+    return tuple(body)

@@ -1,0 +1,556 @@
+"""Stage `resolve`: a `Program` and its decisions (switches, dims, dtypes) to a `Circuit`.
+
+Blocks are inlined, `select` and `when` decided, every type computed by the op table. Faults are collected;
+a value whose making failed is poisoned, so that one fault is told once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..circuit.ir import Circuit, Entry, Input, Node, State, Table, Value, Weight
+from ..circuit.types import DTYPE_BITS, FLOAT_DTYPES, ROWS, StateType, TensorType, ValueType
+from ..errors import Fault, Location, ProgramError, did_you_mean
+from ..ops import TABLE, OpContext, TypeRuleError
+from ..ops.base import REQUIRED, Op
+from .expressions import Arithmetic, Call, Expression, Literal, Ref, Statement, parse_expression
+from .load import Block, Program, When
+from .schema import BlockWeights, InputDecl, SwitchValue, WeightDecl
+from .source import Places
+
+
+@dataclass(frozen=True)
+class Bindings:
+    """The decisions of one family and checkpoint.
+
+    dims and params are given under the *config key* that the program maps them to (`hidden_size`), or under the
+    program's own name; switches left out take the first value that the program lists.
+    """
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    switches: Mapping[str, SwitchValue] = field(default_factory=dict)
+    act: str | None = None
+    wt: str | None = None
+    kv: str | None = None
+    weight_dtypes: Mapping[str, str] = field(default_factory=dict)
+
+
+class _Refused(Exception):
+    """Unwinds one statement; its fault is in the list already (or its cause was)."""
+
+
+@dataclass(frozen=True)
+class _Namespace:
+    """A prefix: `layer` in `layer.q_proj`."""
+
+    prefix: str
+
+
+_POISON = Value("", StateType(""))
+
+
+def resolve(program: Program, bindings: Bindings | None = None) -> Circuit:
+    """Decide everything but the number of rows.
+
+    Raises:
+        ProgramError: every fault found, each with its line.
+    """
+    return _Resolver(program, bindings or Bindings()).run()
+
+
+def switch_space(program: Program) -> dict[str, list[SwitchValue]]:
+    """The program's switches and their legal values, the default first."""
+    return dict(program.file.switches)
+
+
+class _Resolver:
+    def __init__(self, program: Program, bindings: Bindings):
+        self.program = program
+        self.file = program.file
+        self.bindings = bindings
+        self.faults: list[Fault] = []
+        self.nodes: list[Node] = []
+        self.used: set[str] = set()
+        self.dims: dict[str, int] = {}
+        self.params: dict[str, Any] = {}
+        self.switches: dict[str, SwitchValue] = {}
+        self.dtypes: dict[str, str] = {}
+        self.weights: list[Weight] = []
+
+    def run(self) -> Circuit:
+        self._decide()
+        if self.faults:
+            raise ProgramError(self.faults)
+        file, places = self.file, self.program.places
+        inputs = self._inputs()
+        states = self._states()
+        tables = self._tables()
+        scope: dict[str, Any] = {item.name: Value(item.name, item.type) for item in inputs}
+        scope.update({state.name: Value(state.name, StateType(state.name)) for state in states})
+        for table in tables:
+            scope[table.name] = _Namespace(table.name)
+            scope.update({value.name: value for value in table.tensors()})
+        self._declare_weights(file.weights, "", places, scope, scope)
+        self._check_names(places)
+        if self.faults:
+            raise ProgramError(self.faults)
+        self.used = set(scope)
+        self._body(self.program.body, scope, "")
+        outputs = self._outputs(scope)
+        effects = self._effects(scope)
+        entries = self._entries(dict(outputs), {state.name for state in states})
+        if self.faults:
+            raise ProgramError(self.faults)
+        return Circuit(
+            name=file.program,
+            dtypes=tuple(self.dtypes.items()),
+            inputs=inputs,
+            states=states,
+            tables=tables,
+            weights=tuple(self.weights),
+            nodes=tuple(self.nodes),
+            outputs=outputs,
+            effects=effects,
+            entries=entries,
+            facts=tuple((name, value) for name, value in {**self.file.facts, **self.switches}.items()),
+        )
+
+    # -- decisions ---------------------------------------------------------------------------------------------
+
+    def _fault(self, message: str, where: Location | None, **details: Any) -> None:
+        self.faults.append(Fault(message, where=where, **details))
+
+    def _decide(self) -> None:
+        file, places, given = self.file, self.program.places, self.bindings
+        for name, value in given.switches.items():
+            legal = file.switches.get(name)
+            if legal is None:
+                hint = did_you_mean(name, file.switches)
+                self._fault(f"program '{file.program}' has no switch '{name}'", places["switches",], hint=hint)
+            elif value not in legal:
+                expected = ", ".join(str(item) for item in legal)
+                self._fault(f"switch '{name}' has no value '{value}'", places["switches", name], expected=expected)
+        for name, legal in file.switches.items():
+            if not legal:
+                self._fault(f"switch '{name}' lists no values", places["switches", name])
+            else:
+                self.switches[name] = given.switches.get(name, legal[0])
+        for name, key in file.dims.items():
+            value = key if isinstance(key, int) else given.config.get(name, given.config.get(key))
+            if value is None:
+                self._fault(f"dimension {name} needs '{key}', which the config does not give", places["dims", name])
+            elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                self._fault(f"dimension {name} must be a positive integer", places["dims", name], got=repr(value))
+            else:
+                self.dims[name] = value
+        for name, key in file.params.items():
+            value = given.config.get(name, given.config.get(key)) if isinstance(key, str) else key
+            if value is None:
+                self._fault(f"parameter {name} needs '{key}', which the config does not give", places["params", name])
+            else:
+                self.params[name] = value
+        for kind, default in (("act", "f32"), ("wt", "bf16"), ("kv", "f32")):
+            dtype = getattr(given, kind) or file.dtypes.get(kind, default)  # type: ignore[call-overload]
+            if dtype not in FLOAT_DTYPES:
+                expected = ", ".join(FLOAT_DTYPES)
+                self._fault(f"dtype parameter '{kind}' must be a float dtype", places["dtypes",], expected=expected, got=dtype)
+            self.dtypes[kind] = dtype
+
+    def _holds(self, condition: Iterable[tuple[str, SwitchValue]], where: Location) -> bool:
+        holds = True
+        for name, value in condition:
+            holds = self._switch(name, where, value) == value and holds
+        return holds
+
+    def _switch(self, name: str, where: Location, *values: SwitchValue) -> SwitchValue | None:
+        if name not in self.switches:
+            self._fault(f"no switch '{name}'", where, hint=did_you_mean(name, self.switches))
+            return None
+        for value in values:
+            if value not in self.file.switches[name]:
+                expected = ", ".join(str(item) for item in self.file.switches[name])
+                self._fault(f"switch '{name}' has no value '{value}'", where, expected=expected)
+        return self.switches[name]
+
+    # -- declarations ------------------------------------------------------------------------------------------
+
+    def _inputs(self) -> tuple[Input, ...]:
+        inputs = []
+        for name, decl in self.file.inputs.items():
+            where = self.program.places["inputs", name]
+            decl = decl if isinstance(decl, InputDecl) else InputDecl(type=decl)
+            parsed = self._type(decl.type, where, name)
+            source = str(self.switches.get(decl.source, decl.source))
+            if parsed is not None:
+                inputs.append(Input(name, parsed, source))
+        return tuple(inputs)
+
+    def _states(self) -> tuple[State, ...]:
+        states = []
+        for name, decl in self.file.state.items():
+            where = self.program.places["state", name]
+            sizes = [self._dim_value(value, where, name) for value in (decl.layers, decl.heads, decl.dim)]
+            dtype = self._dtype(decl.dtype, where, name)
+            if None not in sizes and dtype:
+                states.append(State(name, decl.kind, *sizes, dtype))  # type: ignore[arg-type]
+        return tuple(states)
+
+    def _tables(self) -> tuple[Table, ...]:
+        tables = []
+        for name, decl in self.file.tables.items():
+            where = self.program.places["tables", name]
+            dim = self._dim_value(decl.dim, where, name)
+            if dim is not None and dim % 2:
+                self._fault("a RoPE table turns pairs of columns", where, subject=name, expected="an even dim", got=str(dim))
+            elif dim is not None:
+                tables.append(Table(name, decl.kind, dim))
+        return tuple(tables)
+
+    def _declare_weights(
+        self, decls: Mapping[str, Any], prefix: str, places: Places, scope: dict[str, Any], everything: dict[str, Any]
+    ) -> None:
+        """Put the weights of `decls` into `scope` under their short names and into `everything` under their full ones."""
+        for name, decl in decls.items():
+            where, full = places["weights", name], prefix + name
+            if isinstance(decl, str):
+                decl = WeightDecl(type=decl)
+            if not self._holds(decl.when.items(), where):
+                continue
+            if isinstance(decl, BlockWeights):
+                scope[name] = everything[full] = _Namespace(full)
+                block = self.program.blocks[decl.block]
+                self._declare_weights(block.file.weights, f"{full}.", block.places, everything, everything)
+                continue
+            text: str | None = decl.type if isinstance(decl.type, str) else None
+            if not isinstance(decl.type, str):
+                for switch, cases in decl.type.items():
+                    text = cases.get(self._switch(switch, where, *cases))  # type: ignore[arg-type]
+                if text is None and not self.faults:
+                    self._fault("no type for this switch value", where, subject=full)
+            parsed = self._type(text, where, full) if text else None
+            if parsed is None:
+                continue
+            if full in self.bindings.weight_dtypes:
+                parsed = TensorType(self.bindings.weight_dtypes[full], parsed.shape)
+            self.weights.append(Weight(full, parsed))
+            scope[name] = everything[full] = Value(full, parsed)
+
+    def _check_names(self, places: Places) -> None:
+        sections = ("inputs", "state", "tables", "weights")
+        seen: dict[str, str] = {}
+        for section in sections:
+            for name in getattr(self.file, section):
+                if name in seen:
+                    self._fault(f"'{name}' is declared in {seen[name]} and in {section}", places[section, name])
+                seen[name] = section
+
+    def _dtype(self, text: str, where: Location, subject: str) -> str | None:
+        dtype = self.dtypes.get(text, text)
+        if dtype not in DTYPE_BITS:
+            hint = did_you_mean(text, [*self.dtypes, *DTYPE_BITS])
+            self._fault(f"unknown dtype '{text}'", where, subject=subject, hint=hint)
+            return None
+        return dtype
+
+    def _type(self, text: str, where: Location, subject: str) -> TensorType | None:
+        """'wt[H, 2*H]' to a type."""
+        name, bracket, rest = text.partition("[")
+        if not bracket or not rest.endswith("]"):
+            self._fault(f"a type is written dtype[dims]: {text!r}", where, subject=subject)
+            return None
+        dtype = self._dtype(name.strip(), where, subject)
+        dims = [self._dim_value(part.strip(), where, subject) for part in rest[:-1].split(",") if part.strip()]
+        if dtype is None or any(dim is None for dim in dims):
+            return None
+        return TensorType(dtype, tuple(dims))  # type: ignore[arg-type]
+
+    def _dim_value(self, value: int | str, where: Location, subject: str) -> int | str | None:
+        if isinstance(value, int):
+            return value
+        if value == ROWS:
+            return ROWS
+        try:
+            return self._arithmetic(parse_expression(value, where), where, subject)
+        except _Refused:
+            return None
+        except ProgramError as error:
+            self.faults.extend(error.faults)
+            return None
+
+    def _arithmetic(self, expression: Expression, where: Location, subject: str) -> int:
+        if isinstance(expression, Literal) and isinstance(expression.value, int):
+            return expression.value
+        if isinstance(expression, Ref):
+            if expression.name in self.dims:
+                return self.dims[expression.name]
+            hint = did_you_mean(expression.name, self.dims)
+            self._fault(f"unknown dimension '{expression.name}'", where, subject=subject, hint=hint)
+            raise _Refused
+        if isinstance(expression, Arithmetic):
+            left = self._arithmetic(expression.left, where, subject)
+            right = self._arithmetic(expression.right, where, subject)
+            if expression.operator == "//" and (right == 0 or left % right):
+                self._fault(f"{left} // {right} is not whole", where, subject=subject)
+                raise _Refused
+            table: dict[str, Callable[[int, int], int]] = {
+                "+": int.__add__,
+                "-": int.__sub__,
+                "*": int.__mul__,
+                "//": int.__floordiv__,
+            }
+            return table[expression.operator](left, right)
+        self._fault("a dimension is made of names, integers and + - * //", where, subject=subject)
+        raise _Refused
+
+    # -- body --------------------------------------------------------------------------------------------------
+
+    def _body(self, body: Iterable[Statement | When], scope: dict[str, Any], prefix: str) -> None:
+        later = _assigned_names(body)
+        for item in body:
+            if isinstance(item, When):
+                chosen = item.do if self._holds(item.condition, item.where) else item.otherwise
+                self._body(chosen, scope, prefix)
+                continue
+            try:
+                values = self._evaluate(item.value, item, scope, prefix, later, item.targets)
+            except _Refused:
+                values = (_POISON,) * len(item.targets)
+            if len(values) != len(item.targets):
+                names = f"{len(item.targets)} names ({', '.join(item.targets)})"
+                self._fault(f"{len(values)} values are assigned to {names}", item.where)
+                values = (_POISON,) * len(item.targets)
+            scope.update(zip(item.targets, values, strict=True))
+
+    def _evaluate(
+        self, expression: Expression, at: Statement, scope: dict[str, Any], prefix: str, later: dict, targets: tuple[str, ...] = ()
+    ) -> tuple[Any, ...]:
+        if isinstance(expression, Ref):
+            return (self._lookup(expression.name, at, scope, later),)
+        if not isinstance(expression, Call):
+            self._fault("a value is a name or a call", at.where, subject=at.targets[0])
+            raise _Refused
+        if expression.function == "select":
+            return self._select(expression, at, scope, prefix, later, targets)
+        if expression.function in self.program.blocks:
+            return self._inline(self.program.blocks[expression.function], expression, at, scope, prefix, later)
+        op = TABLE.get(expression.function)
+        if op is None:
+            hint = did_you_mean(expression.function, [*TABLE, *self.program.blocks, "select"])
+            self._fault(f"unknown op '{expression.function}'", at.where, subject=at.targets[0], hint=hint)
+            raise _Refused
+        return self._apply(op, expression, at, scope, prefix, later, targets)
+
+    def _lookup(self, name: str, at: Statement, scope: dict[str, Any], later: dict) -> Any:
+        if name in scope:
+            if scope[name] is _POISON:
+                raise _Refused
+            return scope[name]
+        head, _, rest = name.partition(".")
+        if rest and isinstance(scope.get(head), _Namespace):
+            full = f"{scope[head].prefix}.{rest}"
+            if full in scope:
+                return scope[full]
+            inside = [key for key in scope if key.startswith(f"{scope[head].prefix}.")]
+            self._fault(f"'{head}' has no '{rest}' here", at.where, subject=at.targets[0], hint=did_you_mean(full, inside))
+            raise _Refused
+        if name in later:
+            message = f"'{name}' is used before it is defined (line {later[name].line}); a body is read from top to bottom"
+            if name in at.targets:
+                message = f"'{name}' is defined by itself: a cycle"
+            self._fault(message, at.where, subject=at.targets[0])
+        else:
+            hint = did_you_mean(name, scope)
+            self._fault(f"unknown name '{name}'", at.where, subject=at.targets[0], hint=hint)
+        raise _Refused
+
+    def _select(self, call: Call, at: Statement, scope, prefix, later, targets) -> tuple[Any, ...]:
+        if len(call.args) != 1 or not isinstance(call.args[0], Ref) or not call.kwargs:
+            self._fault("select is written select(switch, value=expression, ...)", at.where, subject=at.targets[0])
+            raise _Refused
+        switch = call.args[0].name
+        cases = {_switch_literal(name): branch for name, branch in call.kwargs}
+        value = self._switch(switch, at.where, *cases)
+        if value is None:
+            raise _Refused
+        if value not in cases:
+            self._fault(f"select({switch}) has no case for '{value}'", at.where, subject=at.targets[0])
+            raise _Refused
+        return self._evaluate(cases[value], at, scope, prefix, later, targets)
+
+    def _inline(self, block: Block, call: Call, at: Statement, scope, prefix, later) -> tuple[Any, ...]:
+        given = dict(call.kwargs)
+        group = given.pop("weights", None)
+        names = block.file.args
+        for name in given:
+            if name not in names:
+                hint = did_you_mean(name, [*names, "weights"])
+                self._fault(f"block '{block.file.block}' has no argument '{name}'", at.where, subject=at.targets[0], hint=hint)
+                raise _Refused
+        given.update(zip(names, call.args, strict=False))
+        missing = [name for name in names if name not in given]
+        if missing or len(call.args) > len(names):
+            expected = f"({', '.join(names)}, weights=...)"
+            self._fault(f"block '{block.file.block}' got other arguments", at.where, subject=at.targets[0], expected=expected)
+            raise _Refused
+        inner: dict[str, Any] = {key: value for key, value in scope.items() if "." in key}
+        for name, expression in given.items():
+            inner[name] = self._evaluate(expression, at, scope, prefix, later)[0]
+        inner_prefix = prefix
+        if group is not None:
+            namespace = self._lookup(group.name, at, scope, later) if isinstance(group, Ref) else None
+            if not isinstance(namespace, _Namespace):
+                self._fault("weights= takes the name of a block's weights", at.where, subject=at.targets[0])
+                raise _Refused
+            inner_prefix = f"{namespace.prefix}."
+            inner.update(
+                {key.removeprefix(inner_prefix): value for key, value in scope.items() if key.startswith(inner_prefix)}
+            )
+        self._body(block.body, inner, inner_prefix)
+        at_return = Statement(at.targets, Ref(""), block.places["returns",])
+        return tuple(self._lookup(name, at_return, inner, {}) for name in block.file.returns)
+
+    def _apply(self, op: type[Op], call: Call, at: Statement, scope, prefix, later, targets) -> tuple[Value, ...]:
+        subject = at.targets[0]
+        attrs: dict[str, Any] = {}
+        args: list[Value] = [self._evaluate(arg, at, scope, prefix, later)[0] for arg in call.args]
+        for name, expression in call.kwargs:
+            if name in op.attrs:
+                attrs[name] = self._attribute(op, name, expression, at)
+            elif name in op.optional:
+                args.append(self._evaluate(expression, at, scope, prefix, later)[0])
+            else:
+                hint = did_you_mean(name, [*op.attrs, *op.optional])
+                self._fault(f"op '{op.name}' has no argument '{name}'", at.where, subject=subject, hint=hint)
+                raise _Refused
+        for name, attr in op.attrs.items():
+            if name not in attrs:
+                if attr.default is REQUIRED:
+                    self._fault(f"op '{op.name}' needs {name}=", at.where, subject=subject)
+                    raise _Refused
+                attrs[name] = attr.default
+        most = len(op.inputs) + len(op.optional)
+        if len(args) < len(op.inputs) or (len(args) > most and not op.variadic):
+            expected = f"{', '.join(op.inputs)}" + (", ..." if op.variadic else "")
+            self._fault(f"op '{op.name}' got {len(args)} inputs", at.where, subject=subject, expected=expected)
+            raise _Refused
+        bad = [arg for arg in args if not isinstance(arg, Value)]
+        if bad:
+            self._fault(f"'{bad[0].prefix}' is a group of names, not a value", at.where, subject=subject)
+            raise _Refused
+        try:
+            types = op.infer([arg.type for arg in args], attrs, OpContext(self.dtypes["act"]))
+        except TypeRuleError as error:
+            self._fault(
+                f"{op.name}: {error.message}", at.where, subject=subject, expected=error.expected, got=error.got, hint=error.hint
+            )
+            raise _Refused from None
+        outputs = self._new_values(op, types, targets, prefix)
+        ordered = tuple((name, attrs[name]) for name in op.attrs)
+        self.nodes.append(Node(op.name, tuple(arg.name for arg in args), outputs, ordered, at.where))
+        return outputs
+
+    def _attribute(self, op: type[Op], name: str, expression: Expression, at: Statement) -> Any:
+        attr = op.attrs[name]
+        value: Any = None
+        if isinstance(expression, Literal):
+            value = expression.value
+        elif isinstance(expression, Ref) and expression.name in self.params:
+            value = self.params[expression.name]
+        elif isinstance(expression, Ref) and expression.name in self.switches:
+            value = self.switches[expression.name]
+        elif isinstance(expression, Ref) and expression.name in attr.choices:
+            value = expression.name
+        elif isinstance(expression, Ref | Arithmetic):
+            value = self._arithmetic(expression, at.where, f"{at.targets[0]} {name}=")
+        if attr.type is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, attr.type) or (attr.type is not bool and isinstance(value, bool)):
+            expected = attr.type.__name__
+            self._fault(f"{op.name}: {name}= has the wrong kind", at.where, subject=at.targets[0], expected=expected, got=repr(value))
+            raise _Refused
+        if attr.choices and value not in attr.choices:
+            expected = ", ".join(attr.choices)
+            self._fault(f"{op.name}: {name}= has no value {value!r}", at.where, subject=at.targets[0], expected=expected)
+            raise _Refused
+        return value
+
+    def _new_values(self, op: type[Op], types: tuple[ValueType, ...], targets: tuple[str, ...], prefix: str) -> tuple[Value, ...]:
+        """Unique names: the assigned one where there is one, else the op's; numbered when taken."""
+        wanted = targets if len(targets) == len(types) else (op.name,) * len(types)
+        values = []
+        for name, value_type in zip(wanted, types, strict=True):
+            base = name if name.startswith(prefix) else prefix + name
+            unique, count = base, 1
+            while unique in self.used:
+                count += 1
+                unique = f"{base}_{count}"
+            self.used.add(unique)
+            values.append(Value(unique, value_type))
+        return tuple(values)
+
+    # -- results -----------------------------------------------------------------------------------------------
+
+    def _outputs(self, scope: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+        outputs = []
+        for public, text in self.file.outputs.items():
+            where = self.program.places["outputs", public]
+            at = Statement((public,), Ref(text), where)
+            try:
+                values = self._evaluate(parse_expression(text, where), at, scope, "", {})
+            except _Refused:
+                continue
+            except ProgramError as error:
+                self.faults.extend(error.faults)
+                continue
+            if isinstance(values[0], Value) and isinstance(values[0].type, TensorType):
+                outputs.append((public, values[0].name))
+            else:
+                self._fault(f"output '{public}' is not a tensor", where)
+        return tuple(outputs)
+
+    def _effects(self, scope: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+        """The last version of each state: what its name is bound to at the end, unless `effects:` says otherwise."""
+        effects = []
+        for state in self.file.state:
+            where = self.program.places["effects", state]
+            try:
+                last = self._lookup(self.file.effects.get(state, state), Statement((state,), Ref(""), where), scope, {})
+            except _Refused:
+                continue
+            if last.type != StateType(state):
+                self._fault(f"'{last.name}' is not a version of state '{state}'", where, got=str(last.type))
+            effects.append((state, last.name))
+        return tuple(effects)
+
+    def _entries(self, outputs: Mapping[str, str], states: set[str]) -> tuple[Entry, ...]:
+        entries = []
+        for name, decl in self.file.entries.items():
+            where = self.program.places["entries", name]
+            for output in decl.outputs:
+                if output not in outputs and output not in self.file.outputs:
+                    self._fault(f"entry '{name}' has no output '{output}'", where, hint=did_you_mean(output, self.file.outputs))
+            for effect in decl.effects:
+                if effect not in states:
+                    self._fault(f"entry '{name}' names no state '{effect}'", where, hint=did_you_mean(effect, states))
+            if not decl.outputs and not decl.effects:
+                self._fault(f"entry '{name}' computes nothing", where, hint="Give it outputs or effects.")
+            entries.append(Entry(name, decl.rows, tuple(decl.outputs), tuple(decl.effects), decl.on_request))
+        return tuple(entries)
+
+
+def _assigned_names(body: Iterable[Statement | When]) -> dict[str, Location]:
+    names: dict[str, Location] = {}
+    for item in body:
+        if isinstance(item, When):
+            names.update(_assigned_names(item.do))
+            names.update(_assigned_names(item.otherwise))
+        else:
+            names.update({target: item.where for target in item.targets if target not in names})
+    return names
+
+
+def _switch_literal(name: str) -> SwitchValue:
+    """In `select(flag, true=..., false=...)` the keywords stand for booleans."""
+    return {"true": True, "false": False}.get(name, name)

@@ -1,0 +1,89 @@
+"""What a program or block file may contain. Unknown keys are refused. docs/language.md explains every key."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+SwitchValue = StrictBool | StrictStr
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class InputDecl(_Strict):
+    """An input tensor; `source` names the switch (or the text) that says what a server captures for it."""
+
+    type: str
+    source: str = ""
+
+
+class StateDecl(_Strict):
+    kind: Literal["paged_kv"]
+    layers: StrictInt | StrictStr = 1
+    heads: StrictInt | StrictStr
+    dim: StrictInt | StrictStr
+    dtype: str = "kv"
+
+
+class TableDecl(_Strict):
+    kind: Literal["rope"]
+    dim: StrictInt | StrictStr
+
+
+class WeightDecl(_Strict):
+    """One tensor. `type` may depend on one switch: {switch: {value: type}}. `when` leaves it out otherwise."""
+
+    type: str | dict[str, dict[SwitchValue, str]]
+    when: dict[str, SwitchValue] = Field(default_factory=dict)
+
+
+class BlockWeights(_Strict):
+    """The weights of a block, under this name."""
+
+    block: str
+    when: dict[str, SwitchValue] = Field(default_factory=dict)
+
+
+class WhenDecl(_Strict):
+    """Body lines that only hold for some switch values."""
+
+    when: dict[str, SwitchValue]
+    do: list[str | WhenDecl] = Field(min_length=1)
+    otherwise: list[str | WhenDecl] = Field(default_factory=list)
+
+
+class EntryDecl(_Strict):
+    rows: Literal["sequences", "context"] = "sequences"
+    outputs: list[str] = Field(default_factory=list)
+    effects: list[str] = Field(default_factory=list)
+    on_request: StrictBool = False
+
+
+class BlockFile(_Strict):
+    block: str
+    doc: str
+    args: list[str]
+    weights: dict[str, str | WeightDecl | BlockWeights] = Field(default_factory=dict)
+    body: list[str | WhenDecl] = Field(min_length=1)
+    returns: list[str] = Field(min_length=1)
+
+
+class ProgramFile(_Strict):
+    program: str
+    doc: str = ""
+    dims: dict[str, StrictInt | StrictStr] = Field(default_factory=dict)
+    params: dict[str, StrictInt | float | StrictStr] = Field(default_factory=dict)
+    switches: dict[str, list[SwitchValue]] = Field(default_factory=dict)
+    dtypes: dict[Literal["act", "wt", "kv"], str] = Field(default_factory=dict)
+    facts: dict[str, SwitchValue] = Field(default_factory=dict)
+    inputs: dict[str, str | InputDecl]
+    state: dict[str, StateDecl] = Field(default_factory=dict)
+    tables: dict[str, TableDecl] = Field(default_factory=dict)
+    weights: dict[str, str | WeightDecl | BlockWeights] = Field(default_factory=dict)
+    body: list[str | WhenDecl] = Field(min_length=1)
+    outputs: dict[str, str]
+    effects: dict[str, str] = Field(default_factory=dict)
+    entries: dict[str, EntryDecl]

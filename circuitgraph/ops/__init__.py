@@ -1,0 +1,20 @@
+"""The op table. `TABLE[name]` has everything there is to know about an op; see `base.Op`."""
+
+from . import cache, linear, rows
+from .base import DTYPE_NAMES, TABLE, TORCH_DTYPES, Cost, Op, OpContext, Sample, TypeRuleError
+from .cache import PagedKV
+
+__all__ = [
+    "DTYPE_NAMES",
+    "TABLE",
+    "TORCH_DTYPES",
+    "Cost",
+    "Op",
+    "OpContext",
+    "PagedKV",
+    "Sample",
+    "TypeRuleError",
+    "cache",
+    "linear",
+    "rows",
+]

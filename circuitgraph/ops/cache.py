@@ -1,0 +1,190 @@
+"""Paged KV: appending rows, and attention of one row over its sequence's rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..circuit.types import StateType, TensorType
+from .base import Attr, Cost, Op, Sample, TypeRuleError, need_float, need_rank, register
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """Storage and addressing of one paged KV state, as `circuit.ir.State` describes them.
+
+    k, v: [layers, blocks, heads, block_size, dim]; slot, seq, length: int32[n]; table: int32[s, b]; start: int32[s].
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    slot: torch.Tensor
+    seq: torch.Tensor
+    table: torch.Tensor
+    start: torch.Tensor
+    length: torch.Tensor
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[3]
+
+
+@register
+class Append(Op):
+    """Writes row i's keys and values at slot[i] of the cache (-1 writes nothing) and yields its next version.
+
+    The storage is written in place, as compiled code does, unless autograd needs the older version.
+    """
+
+    name = "append"
+    inputs = ("cache", "k", "v")
+    attrs = {"layer": Attr(int, 0)}
+    addressing = ("slot",)
+
+    @staticmethod
+    def infer(types, attrs, ctx):
+        cache, k, v = types
+        if not isinstance(cache, StateType):
+            raise TypeRuleError("the first argument must be a state", got=str(cache))
+        need_float(types, 1, 2)
+        need_rank(k, (3,), "k")
+        if k != v:
+            raise TypeRuleError("keys and values must have one type", expected=str(k), got=str(v))
+        return (cache,)
+
+    @staticmethod
+    def reference(args, attrs, ctx):
+        cache, k, v = args
+        keep = cache.slot >= 0
+        slot = cache.slot[keep].long()
+        layer = torch.full_like(slot, attrs["layer"])
+        index = (layer, slot // cache.block_size, slice(None), slot % cache.block_size)
+        rows = {"k": k[keep].to(cache.k.dtype), "v": v[keep].to(cache.v.dtype)}
+        made = {}
+        for name, new in rows.items():
+            old = getattr(cache, name)
+            if torch.is_grad_enabled() and (new.requires_grad or old.requires_grad):
+                old = old.clone()
+            old[index] = new
+            made[name] = old
+        return (replace(cache, **made),)
+
+    @staticmethod
+    def cost(ins, outs, attrs, context):
+        return Cost(2 * (ins[1].bytes() + ins[2].bytes()), 0)
+
+    @staticmethod
+    def samples(rows):
+        return [_cache_sample(rows, keys=2, per_key=1)]
+
+
+@register
+class Attention(Op):
+    """softmax(scale * q k^T) v of each row over rows start..length-1 of its sequence; grouped-query heads.
+
+    Query head h reads KV head h // (Q / KV). A row with no visible rows yields zeros.
+    """
+
+    name = "attention"
+    inputs = ("q", "cache")
+    attrs = {"scale": Attr(float), "layer": Attr(int, 0)}
+    addressing = ("seq", "table", "start", "length")
+
+    @staticmethod
+    def infer(types, attrs, ctx):
+        q, cache = types
+        need_float(types, 0)
+        need_rank(q, (3,), "q")
+        if not isinstance(cache, StateType):
+            raise TypeRuleError("the second argument must be a state", got=str(cache))
+        return (q,)
+
+    @staticmethod
+    def reference(args, attrs, ctx):
+        q, cache = args
+        device = q.device
+        rows, heads, dim = q.shape
+        sequences = cache.table.shape[0]
+        seq, length = cache.seq.long(), cache.length.long()
+        longest = int(length.max()) if rows else 0
+        if longest <= 0:
+            return (torch.zeros_like(q),)
+        # Every sequence's rows once: [s, t, KV, D].
+        steps = torch.arange(longest, device=device)
+        last = cache.table.shape[1] - 1
+        block = cache.table.long()[:, (steps // cache.block_size).clamp(max=last)]
+        offset = (steps % cache.block_size).expand(sequences, -1)
+        layer = attrs["layer"]
+        # Rows that no query sees may lie in blocks that do not exist; read block 0 for them, masked below.
+        longest_of = torch.zeros(sequences, dtype=torch.long, device=device).scatter_reduce(0, seq, length, "amax")
+        block = torch.where(steps[None] < longest_of[:, None], block, torch.zeros_like(block))
+        k = cache.k[layer, block, :, offset].float()
+        v = cache.v[layer, block, :, offset].float()
+        # The queries of one sequence side by side: [s, r, ...], so that keys are not copied per row.
+        order = torch.argsort(seq, stable=True)
+        counts = torch.bincount(seq, minlength=sequences)
+        first = counts.cumsum(0) - counts
+        place = torch.empty_like(seq)
+        place[order] = torch.arange(rows, device=device) - first[seq[order]]
+        width = int(counts.max())
+        queries = q.new_zeros(sequences, width, heads, dim, dtype=torch.float32)
+        queries = queries.index_put((seq, place), q.float())
+        visible = torch.zeros(sequences, width, dtype=torch.long, device=device)
+        visible[seq, place] = length
+        group = heads // k.shape[2]
+        queries = queries.unflatten(2, (-1, group))
+        scores = torch.einsum("srkgd,stkd->skgrt", queries, k) * attrs["scale"]
+        seen = (steps >= cache.start.long()[:, None, None]) & (steps < visible[:, :, None])
+        scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+        # A row that sees nothing would be 0/0: give it zeros.
+        weights = torch.softmax(scores, dim=-1).masked_fill(~seen.any(-1)[:, None, None, :, None], 0.0)
+        # Unwritten rows may hold NaN; zero times NaN is NaN, so unseen values are cleared.
+        v = torch.where(seen.any(1)[:, :, None, None], v, torch.zeros_like(v))
+        mixed = torch.einsum("skgrt,stkd->srkgd", weights, v).flatten(2, 3)
+        return (mixed[seq, place].to(q.dtype),)
+
+    @staticmethod
+    def cost(ins, outs, attrs, context):
+        rows, heads, dim = ins[0].shape
+        return Cost(ins[0].bytes() + outs[0].bytes(), 4 * rows * heads * dim * context)
+
+    @staticmethod
+    def samples(rows):
+        base = _cache_sample(rows, keys=2, per_key=2)
+        types = (base.types[1], base.types[0])
+
+        def tensors(generator):
+            cache, _, _ = base.tensors(generator)
+            q = torch.randn(rows, 4, 8, generator=generator)
+            return [q, cache]
+
+        q = TensorType("f32", (rows, 4, 8))
+        return [Sample((q, types[1]), {"scale": 0.35, "layer": 0}, tensors)]
+
+
+def _cache_sample(rows: int, keys: int, per_key: int) -> Sample:
+    """A cache of 2 layers, blocks of 4 rows, one sequence a row with 0..11 older rows, blocks in random order."""
+    dim, block, width = 8, 4, 3
+    row = TensorType("f32", (rows, keys, dim))
+
+    def tensors(generator):
+        blocks = rows * width + 1
+        order = torch.randperm(blocks, generator=generator)[: rows * width].reshape(rows, width).to(torch.int32)
+        length = torch.randint(0, block * width, (rows,), generator=generator, dtype=torch.int32) + 1
+        last = length - 1
+        slot = order[torch.arange(rows), (last // block).long()] * block + last % block
+        start = torch.minimum(torch.randint(0, 3, (rows,), generator=generator, dtype=torch.int32), last)
+        shape = (2, blocks, keys, block, dim)
+        cache = PagedKV(
+            k=torch.randn(shape, generator=generator),
+            v=torch.randn(shape, generator=generator),
+            slot=slot.to(torch.int32),
+            seq=torch.arange(rows, dtype=torch.int32),
+            table=order,
+            start=start,
+            length=length,
+        )
+        return [cache, torch.randn(row.shape, generator=generator), torch.randn(row.shape, generator=generator)]
+
+    return Sample((StateType("kv"), row, row), {"layer": per_key - 1}, tensors)

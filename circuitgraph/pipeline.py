@@ -1,0 +1,197 @@
+"""The compiler on one page: load -> resolve -> check -> slice -> specialize -> fuse -> schedule -> place -> lower -> build -> pack.
+
+Every stage takes a valid form and leaves one; `Run` verifies, times and shows each to the observer. The same names
+are what `--stop-after` and `show --stage` take.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .circuit.check import check
+from .circuit.ir import Circuit
+from .circuit.narrow import slice_entry, specialize
+from .errors import CircuitError, Fault, did_you_mean
+from .plan.fuse import fuse, verify_groups
+from .plan.ir import Plan
+from .plan.place import place, verify_placement
+from .plan.schedule import load_schedule, schedule
+from .target import backend_of, parse_target
+
+STAGES = ("load", "resolve", "check", "slice", "specialize", "fuse", "schedule", "place", "lower", "build", "pack")
+CIRCUIT_STAGES = ("resolve", "check", "slice", "specialize")
+PLAN_STAGES = ("fuse", "schedule", "place")
+
+DEFAULT_WIDTHS = (1, 2, 3, 4, 8)
+DEFAULT_CONTEXT_ROWS = (4, 16, 64)
+
+Observer = Callable[[str, str, Any, float], None]
+"""Called after each stage with (stage, subject, result, seconds); subject is `draft_4`, or the program's name."""
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Run:
+    """Runs stages: each result is verified, timed and shown to the observer."""
+
+    observer: Observer | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, stage: str, subject: str, function: Callable[[], Result]) -> Result:
+        started = time.perf_counter()
+        result = function()
+        verify_form(result)
+        elapsed = time.perf_counter() - started
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + elapsed
+        if self.observer:
+            self.observer(stage, subject, result, elapsed)
+        return result
+
+
+def verify_form(form: Any) -> None:
+    """The verifier between stages.
+
+    Raises:
+        CircuitError: the form breaks its own rules.
+    """
+    if isinstance(form, Circuit):
+        check(form)
+    elif isinstance(form, Plan):
+        verify_groups(form)
+        if form.slots:
+            verify_placement(form)
+
+
+@dataclass(frozen=True)
+class CompileResult:
+    """What `compile` made. `path` is None when `stop_after` ended it before `pack`."""
+
+    path: Path | None
+    circuit: Circuit
+    plans: tuple[Plan, ...]
+    seconds: Mapping[str, float]
+    manifest: Any = None
+    report: Any = None
+
+
+def compile(
+    program: str | Path,
+    *,
+    model: str | Path,
+    out: str | Path,
+    target: str = "cpu",
+    widths: Sequence[int] = DEFAULT_WIDTHS,
+    context_rows: Sequence[int] = DEFAULT_CONTEXT_ROWS,
+    entries: Sequence[str] | None = None,
+    family: str | None = None,
+    target_model: str | Path | None = None,
+    switches: Mapping[str, Any] | None = None,
+    act: str = "f32",
+    kv: str = "f32",
+    wt: str | None = None,
+    schedule_file: str | Path | None = None,
+    overwrite: bool = False,
+    stop_after: str | None = None,
+    observer: Observer | None = None,
+) -> CompileResult:
+    """Compile a drafter program for a checkpoint into an artifact.
+
+    Args:
+        program: a shipped program's name, a YAML path, or "auto" to choose by the checkpoint's config.
+        model: the drafter's checkpoint folder, or a config.json (then the weights are random).
+        out: the artifact folder to make; it must not exist unless `overwrite`.
+        target: `cpu`, `cpu:portable` or `cpu:<mcpu>`.
+        widths: numbers of sequences to compile for; 1 is always added.
+        context_rows: chunk sizes for prefill and catch-up.
+        entries: which entries; by default all that are not `on_request`.
+        target_model: checkpoint folder of the target, where embed_tokens and lm_head are borrowed from.
+        switches: overrides of the family's switches.
+        act, kv, wt: dtypes of activations, cache and (for random weights) weights: f32, bf16 or f16.
+        stop_after: a stage of `STAGES`.
+
+    Raises:
+        CircuitgraphError: of the stage that failed; nothing is written then.
+    """
+    from .artifact.store import refuse_existing
+
+    if stop_after is not None and stop_after not in STAGES:
+        raise CircuitError(Fault(f"no stage '{stop_after}'", hint=did_you_mean(stop_after, STAGES)))
+    if stop_after in (None, "pack"):
+        refuse_existing(Path(out), overwrite)
+    run = Run(observer)
+    bound = bind_program(run, program, model, family, target_model, switches, act, kv, wt)
+    name = bound.circuit.name
+    if stop_after in ("load", "resolve", "check"):
+        return CompileResult(None, bound.circuit, (), run.seconds, report=bound.report)
+    pieces = work_list(bound.circuit, entries, widths, context_rows)
+    parsed = parse_target(target)
+    rules = load_schedule(parsed.kind, Path(schedule_file) if schedule_file else None)
+    plans = tuple(plan_piece(run, bound.circuit, entry, rows, parsed.kind, rules) for entry, rows in pieces)
+    if stop_after in ("slice", "specialize", "fuse", "schedule", "place"):
+        return CompileResult(None, bound.circuit, plans, run.seconds, report=bound.report)
+    backend = backend_of(parsed)
+    module = run("lower", name, lambda: backend.lower(list(plans)))
+    if stop_after == "lower":
+        return CompileResult(None, bound.circuit, plans, run.seconds, report=bound.report)
+    with tempfile.TemporaryDirectory() as folder:
+        built = run("build", name, lambda: backend.build(module, Path(folder)))
+        if stop_after == "build":
+            return CompileResult(None, bound.circuit, plans, run.seconds, report=bound.report)
+        from .artifact.pack import pack
+
+        manifest = run("pack", name, lambda: pack(Path(out), bound, plans, module, built, backend.description(), overwrite))
+    return CompileResult(Path(out), bound.circuit, plans, run.seconds, manifest, bound.report)
+
+
+def bind_program(run: Run, program, model, family, target_model, switches, act, kv, wt) -> Any:
+    """Stages `load` to `check`: the program bound to a checkpoint, a `checkpoint.BoundProgram`."""
+    from .checkpoint import bind
+
+    bound = run(
+        "load",
+        str(program),
+        lambda: bind(
+            program, model=model, target_model=target_model, family=family, switches=dict(switches or {}), act=act, kv=kv, wt=wt
+        ),
+    )
+    run("resolve", bound.circuit.name, lambda: bound.circuit)
+    run("check", bound.circuit.name, lambda: bound.circuit)
+    return bound
+
+
+def work_list(
+    circuit: Circuit, entries: Sequence[str] | None, widths: Sequence[int], context_rows: Sequence[int]
+) -> list[tuple[str, int]]:
+    """(entry, rows) of every program to compile, single-row programs of sequence entries included.
+
+    Raises:
+        CircuitError: an entry that does not exist, or a width that is not positive.
+    """
+    known = {entry.name: entry for entry in circuit.entries}
+    faults = [Fault(f"no entry '{name}'", where=circuit.name, hint=did_you_mean(name, known)) for name in entries or () if name not in known]
+    faults += [Fault("widths are positive", where=circuit.name, got=str(rows)) for rows in (*widths, *context_rows) if rows < 1]
+    if faults:
+        raise CircuitError(faults)
+    wanted = entries if entries is not None else [entry.name for entry in circuit.entries if not entry.on_request]
+    pieces = []
+    for name in wanted:
+        sizes = {1, *widths} if known[name].rows == "sequences" else set(context_rows)
+        pieces += [(name, rows) for rows in sorted(sizes)]
+    return pieces
+
+
+def plan_piece(run: Run, circuit: Circuit, entry: str, rows: int, kind: str, rules) -> Plan:
+    """Stages `slice` to `place` for one entry and number of rows."""
+    subject = f"{entry}_{rows}"
+    sliced = run("slice", subject, lambda: slice_entry(circuit, entry))
+    fixed = run("specialize", subject, lambda: specialize(sliced, rows))
+    fused = run("fuse", subject, lambda: fuse(fixed, entry, rows, kind))
+    scheduled = run("schedule", subject, lambda: schedule(fused, rules))
+    return run("place", subject, lambda: place(scheduled))
+

@@ -1,0 +1,221 @@
+"""Stage `fuse`: cut a specialised circuit into groups by declared patterns.
+
+Patterns are tried in order; each absorbs what feeds its anchor (prologue) and what its anchor feeds (epilogue).
+What no pattern wants is grouped row by row. Every node ends in exactly one group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import networkx
+
+from ..circuit.ir import Circuit, Node
+from ..errors import CircuitError, Fault
+from .ir import Group, Plan
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """`anchor` is the op that the kernel is made for.
+
+    With `siblings`, all anchors that read one input join: the input is read once. `prologue` ops are taken backwards
+    from the anchor's first input, `epilogue` ops forwards from its output while it has one reader; without all of
+    `needs` among the epilogue the pattern does not match.
+    """
+
+    name: str
+    anchor: str
+    siblings: bool = False
+    prologue: tuple[str, ...] = ()
+    epilogue: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+
+NORMS = ("rms_norm",)
+JOIN = ("embed", "zero_at", "rms_norm", "cat")
+
+PATTERNS = (
+    # lm_head, top-1 and log-probability: the logits never reach memory.
+    Pattern("head", "linear", prologue=NORMS, epilogue=("top1",), needs=("top1",)),
+    # silu(gate) * up in the epilogue of one pass over both weights.
+    Pattern("gated", "linear", siblings=True, prologue=NORMS, epilogue=("silu", "mul"), needs=("silu", "mul")),
+    # Every other projection, with the norms and the concatenation before it and the residual after it.
+    Pattern("project", "linear", siblings=True, prologue=JOIN, epilogue=("heads", "add")),
+    Pattern("attend", "attention", epilogue=("mul", "merge")),
+)
+
+ROWS = "rows"
+"""Row-wise nodes that no pattern took. With an append among them the group is called CACHE."""
+CACHE = "cache_rows"
+
+
+def fuse(circuit: Circuit, entry: str, rows: int, target: str) -> Plan:
+    """Groups of `circuit`, in an order in which they can run."""
+    groups: list[Group] = []
+    taken: set[str] = set()
+    for pattern in PATTERNS:
+        for anchor in circuit.nodes:
+            if anchor.op == pattern.anchor and anchor.name not in taken:
+                group = _match(circuit, pattern, anchor, taken)
+                if group is not None:
+                    groups.append(group)
+                    taken.update(node.name for node in group.nodes)
+    groups += _row_groups(circuit, groups, taken)
+    ordered = _order(circuit, groups)
+    named = tuple(replace(group, name=f"g{index}") for index, group in enumerate(ordered))
+    plan = Plan(circuit, entry, rows, target, named)
+    verify_groups(plan)
+    return plan
+
+
+def _match(circuit: Circuit, pattern: Pattern, anchor: Node, taken: set[str]) -> Group | None:
+    anchors = [anchor]
+    if pattern.siblings:
+        readers = circuit.consumers(anchor.inputs[0])
+        anchors = [node for node in readers if node.op == pattern.anchor and node.inputs[0] == anchor.inputs[0]]
+        anchors = [node for node in anchors if node.name not in taken]
+    members = {node.name for node in anchors}
+    epilogue = _absorb_readers(circuit, pattern, anchors, members, taken)
+    if any(need not in {node.op for node in epilogue} for need in pattern.needs):
+        return None
+    prologue = _absorb_producers(circuit, pattern, anchors, members, taken)
+    return _group(circuit, pattern.name, prologue, anchors, epilogue)
+
+
+def _absorb_readers(circuit: Circuit, pattern: Pattern, anchors: list[Node], members: set[str], taken: set[str]) -> list[Node]:
+    """Follow each anchor's output through `pattern.epilogue` ops, while every value on the way has one reader."""
+    epilogue: list[Node] = []
+    visible = {name for _, name in circuit.outputs}
+    ends = [value.name for node in anchors for value in node.outputs]
+    grown = True
+    while grown:  # a reader may have to wait until its other input has been taken in
+        grown = False
+        for name in list(ends):
+            readers = circuit.consumers(name)
+            if name in visible or len(readers) != 1:
+                continue
+            reader = readers[0]
+            free = reader.op in pattern.epilogue and reader.name not in taken and reader.name not in members
+            if free and not _reaches_back(circuit, reader, members):
+                members.add(reader.name)
+                epilogue.append(reader)
+                ends.remove(name)
+                ends += [value.name for value in reader.outputs]
+                grown = True
+    return epilogue
+
+
+def _reaches_back(circuit: Circuit, reader: Node, members: set[str]) -> bool:
+    """Does an input of `reader` that is made outside of `members` depend on them? Then the groups would form a loop."""
+    graph = circuit.graph()
+    inside = [circuit.producer[name].name for name in reader.inputs if name in circuit.producer]
+    outside = [name for name in inside if name not in members]
+    return any(networkx.ancestors(graph, name) & members for name in outside)
+
+
+def _absorb_producers(circuit: Circuit, pattern: Pattern, anchors: list[Node], members: set[str], taken: set[str]) -> list[Node]:
+    """Take in what makes the anchors' first input, as long as nobody outside needs it first.
+
+    A value may have other readers (the final norm is also the recycled hidden): it is then written out too. It is
+    left alone when an epilogue of this group waits for one of those readers.
+    """
+    prologue: list[Node] = []
+    front = [anchors[0].inputs[0]]
+    while front:
+        node = circuit.producer.get(front.pop(0))
+        if node is None or node.op not in pattern.prologue or node.name in taken or node.name in members:
+            continue
+        trial = members | {node.name}
+        if not _convex(circuit, trial):
+            continue
+        members.add(node.name)
+        prologue.append(node)
+        front += list(node.inputs)
+    return prologue
+
+
+def _convex(circuit: Circuit, members: set[str]) -> bool:
+    """No path leaves `members` and comes back."""
+    graph = circuit.graph()
+    after = set().union(*(networkx.descendants(graph, name) for name in members)) - members
+    before = set().union(*(networkx.ancestors(graph, name) for name in members)) - members
+    return not after & before
+
+
+def _group(circuit: Circuit, pattern: str, prologue: list[Node], anchors: list[Node], epilogue: list[Node]) -> Group:
+    place = {node.name: index for index, node in enumerate(circuit.nodes)}
+
+    def ordered(nodes: list[Node]) -> tuple[Node, ...]:
+        return tuple(sorted(nodes, key=lambda node: place[node.name]))
+
+    return Group("", pattern, ordered([*prologue, *anchors, *epilogue]), ordered(prologue), ordered(anchors), ordered(epilogue))
+
+
+def _row_groups(circuit: Circuit, groups: list[Group], taken: set[str]) -> list[Group]:
+    """The rest, joined as far as the order allows: a node joins the last row group unless another group lies between."""
+    graph = circuit.graph()
+    bundles: list[list[Node]] = []
+    for node in circuit.nodes:
+        if node.name in taken:
+            continue
+        for bundle in reversed(bundles):
+            trial = [*groups, *(_bundle(circuit, other) for other in bundles if other is not bundle), _bundle(circuit, [*bundle, node])]
+            rest = [other for other in circuit.nodes if not any(other in group.nodes for group in trial)]
+            if _acyclic(graph, [*trial, *(_bundle(circuit, [other]) for other in rest)]):
+                bundle.append(node)
+                break
+        else:
+            bundles.append([node])
+    return [_bundle(circuit, bundle) for bundle in bundles]
+
+
+def _bundle(circuit: Circuit, nodes: list[Node]) -> Group:
+    pattern = CACHE if any(node.op == "append" for node in nodes) else ROWS
+    return _group(circuit, pattern, [], nodes, [])
+
+
+def _quotient(graph: networkx.MultiDiGraph, groups: list[Group]) -> networkx.DiGraph:
+    owner = {node.name: index for index, group in enumerate(groups) for node in group.nodes}
+    quotient = networkx.DiGraph()
+    quotient.add_nodes_from(range(len(groups)))
+    quotient.add_edges_from((owner[a], owner[b]) for a, b in graph.edges() if owner[a] != owner[b])
+    return quotient
+
+
+def _acyclic(graph: networkx.MultiDiGraph, groups: list[Group]) -> bool:
+    return networkx.is_directed_acyclic_graph(_quotient(graph, groups))
+
+
+def _order(circuit: Circuit, groups: list[Group]) -> list[Group]:
+    """Topological order; among groups that are ready, the one whose first node comes first in the program."""
+    place = {node.name: index for index, node in enumerate(circuit.nodes)}
+    quotient = _quotient(circuit.graph(), groups)
+    try:
+        order = list(networkx.lexicographical_topological_sort(quotient, key=lambda i: place[groups[i].nodes[0].name]))
+    except networkx.NetworkXUnfeasible:
+        raise CircuitError(Fault("the groups wait for each other in a loop", where=circuit.name)) from None
+    return [groups[index] for index in order]
+
+
+def verify_groups(plan: Plan) -> None:
+    """Every node is in exactly one group and groups only read what ran before them.
+
+    Raises:
+        CircuitError: otherwise; this is a fault of the compiler.
+    """
+    faults = []
+    ready = {source.name for source in plan.circuit.sources()}
+    seen: list[str] = []
+    for group in plan.groups:
+        for name in group.inputs:
+            if name not in ready:
+                faults.append(Fault(f"reads '{name}' before it is made", where=plan.symbol, subject=group.name))
+        ready.update(group.made)
+        seen += [node.name for node in group.nodes]
+    expected = sorted(node.name for node in plan.circuit.nodes)
+    if sorted(seen) != expected:
+        odd = set(expected) ^ set(seen) or {name for name in seen if seen.count(name) > 1}
+        faults.append(Fault(f"nodes without exactly one group: {', '.join(sorted(odd))}", where=plan.symbol))
+    if faults:
+        raise CircuitError(faults)

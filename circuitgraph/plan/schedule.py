@@ -1,0 +1,134 @@
+"""Stage `schedule`: the kernel and parameters of every group, by the first rule of schedules/<target>.yaml that accepts."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..errors import Fault, Location, ScheduleError, did_you_mean
+from ..kernels.base import KERNELS, Kernel, make_params
+from ..language.source import read_yaml
+from .fuse import CACHE, PATTERNS, ROWS
+from .ir import Choice, Group, Plan
+
+SCHEDULES = Path(str(resources.files("circuitgraph.schedules")))
+
+
+class RuleDecl(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    patterns: list[str] = Field(min_length=1)
+    rows: str = "1-"
+    kernel: str
+    params: dict[str, Any] = Field(default_factory=dict)
+    why: str = ""
+
+
+class ScheduleFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    target: str
+    doc: str = ""
+    rules: list[RuleDecl] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a schedule file, checked."""
+
+    name: str
+    patterns: tuple[str, ...]
+    first: int
+    last: int | None
+    kernel: type[Kernel]
+    params: Any
+    where: Location
+
+    def declines(self, plan: Plan, group: Group) -> str | None:
+        """Why this rule is not for `group`, or None. Rules for other patterns are not asked."""
+        if plan.rows < self.first or (self.last is not None and plan.rows > self.last):
+            return f"for {self.first}-{self.last or ''} rows"
+        return self.kernel.refuse(plan, group, self.params)
+
+
+def load_schedule(target: str, path: Path | None = None) -> tuple[Rule, ...]:
+    """The rules of a target, or of the file `path`.
+
+    Raises:
+        ScheduleError: the file does not load, or names a kernel, pattern or parameter that does not exist.
+    """
+    path = path or SCHEDULES / f"{target}.yaml"
+    if not path.is_file():
+        known = [file.stem for file in SCHEDULES.glob("*.yaml")]
+        raise ScheduleError(Fault(f"no schedule for target '{target}'", where=str(path.name), hint=did_you_mean(target, known)))
+    file, places = read_yaml(path, ScheduleFile, ScheduleError)
+    faults: list[Fault] = []
+    rules = []
+    patterns = {pattern.name for pattern in PATTERNS} | {ROWS, CACHE}
+    if file.target != target:
+        faults.append(Fault("the schedule is for another target", where=places["target",], expected=target, got=file.target))
+    for index, decl in enumerate(file.rules):
+        where = places["rules", index]
+        for name in decl.patterns:
+            if name not in patterns:
+                faults.append(Fault(f"no pattern '{name}'", where=where, hint=did_you_mean(name, patterns)))
+        template = KERNELS.get(decl.kernel)
+        if template is None:
+            faults.append(Fault(f"no kernel '{decl.kernel}'", where=where, hint=did_you_mean(decl.kernel, KERNELS)))
+            continue
+        bounds = _range(decl.rows)
+        if bounds is None:
+            faults.append(Fault("rows is written 'first-last', 'first-' or one number", where=where, got=decl.rows))
+            continue
+        try:
+            params = make_params(template, decl.params, where)
+        except ScheduleError as error:
+            faults.extend(error.faults)
+            continue
+        rules.append(Rule(decl.name, tuple(decl.patterns), *bounds, template, params, where))
+    if faults:
+        raise ScheduleError(faults)
+    return tuple(rules)
+
+
+def schedule(plan: Plan, rules: tuple[Rule, ...]) -> Plan:
+    """Give every group its kernel.
+
+    Raises:
+        ScheduleError: groups that no rule accepts, with every rule's reason.
+    """
+    choices, scratch, faults = [], [], []
+    for group in plan.groups:
+        refusals: list[tuple[str, str]] = []
+        for rule in rules:
+            if group.pattern not in rule.patterns:
+                continue
+            reason = rule.declines(plan, group)
+            if reason is not None:
+                refusals.append((rule.name, reason))
+                continue
+            params = tuple((field.name, getattr(rule.params, field.name)) for field in dataclasses.fields(rule.params))
+            choices.append(Choice(rule.name, rule.kernel.name, params, tuple(refusals)))
+            scratch.append(rule.kernel.scratch(plan, group, rule.params))
+            break
+        else:
+            nodes = ", ".join(f"{node.name} = {node.op}" for node in group.nodes)
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals) or f"no rule for pattern '{group.pattern}'"
+            where = group.nodes[0].where or plan.symbol
+            faults.append(Fault(f"no rule of schedule '{plan.target}' accepts group {group.name} ({nodes})", where=where, hint=reasons))
+    if faults:
+        raise ScheduleError(faults)
+    return dataclasses.replace(plan, choices=tuple(choices), scratch=tuple(scratch))
+
+
+def _range(text: str) -> tuple[int, int | None] | None:
+    first, dash, last = text.partition("-")
+    if not first.strip().isdigit() or (last.strip() and not last.strip().isdigit()):
+        return None
+    return int(first), (int(last) if last.strip() else None) if dash else int(first)

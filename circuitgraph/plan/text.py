@@ -1,0 +1,55 @@
+"""The plan as stable text, with a digest: what golden files pin and `show --stage plan` prints."""
+
+from __future__ import annotations
+
+import hashlib
+
+from ..circuit.text import format_node
+from .ir import Plan
+
+CONTEXT_FOR_COST = 1024
+"""Cache rows per sequence that the printed bytes and FLOPs assume."""
+
+
+def format_groups(plan: Plan) -> str:
+    """What `fuse` and `schedule` decided, group by group."""
+    lines = []
+    for index, group in enumerate(plan.groups):
+        choice = plan.choices[index] if plan.choices else None
+        head = f"{group.name} {group.pattern}"
+        if choice:
+            params = ", ".join(f"{name}={value}" for name, value in choice.params)
+            head += f" -> {choice.kernel}({params})  [{choice.rule}]"
+            cost = plan.cost(group, CONTEXT_FOR_COST)
+            head += f"  {cost.bytes} B, {cost.flops} FLOP"
+        lines.append(head)
+        for part, nodes in (("prologue", group.prologue), ("anchor", group.anchors), ("epilogue", group.epilogue)):
+            lines += [f"    {part:8} {format_node(node)} : {', '.join(str(v.type) for v in node.outputs)}" for node in nodes]
+        crossing = plan.crossing(group)
+        if crossing:
+            lines.append(f"    makes    {', '.join(crossing)}")
+    return "\n".join(lines) + "\n"
+
+
+def format_plan(plan: Plan) -> str:
+    """Groups, kernels, parameters, workspace, bytes, launches; the last line is the digest of the rest."""
+    cost = [plan.cost(group, CONTEXT_FOR_COST) for group in plan.groups]
+    facts = ", ".join(f"{name}={value}" for name, value in plan.circuit.facts)
+    dtypes = ", ".join(f"{name}={dtype}" for name, dtype in plan.circuit.dtypes)
+    lines = [
+        f"plan {plan.circuit.name}.{plan.entry} rows={plan.rows} target={plan.target}",
+        f"dtypes {dtypes}",
+        f"facts {facts}",
+        f"kernels {len(plan.groups)}",
+        f"bytes {sum(item.bytes for item in cost)} (context {CONTEXT_FOR_COST})",
+        f"flops {sum(item.flops for item in cost)}",
+        f"workspace {plan.workspace_bytes}",
+        "",
+        format_groups(plan),
+        "workspace offsets",
+    ]
+    lines += [f"    {slot.offset:>9} {slot.bytes:>9} {name}" for name, slot in plan.slots.items()]
+    outputs = ", ".join(f"{public}={name}" for public, name in plan.circuit.outputs)
+    lines.append(f"outputs {outputs}")
+    body = "\n".join(lines) + "\n"
+    return f"{body}digest {hashlib.sha256(body.encode()).hexdigest()[:16]}\n"

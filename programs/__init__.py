@@ -1,0 +1,1 @@
+"""Shipped drafter programs (YAML), the blocks they share, and families/."""

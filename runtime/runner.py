@@ -1,0 +1,271 @@
+"""`DraftRunner`: runs a circuit's programs for any number of rows. Knows rows, slots and tables, not sequences' lives.
+
+Addressing of a call is one `PagedKV` per state (see `circuit.ir.State`): storage of the caller's, a write slot per row
+(-1 writes nothing), block tables per sequence. The rows of one `draft` call belong to different sequences.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from circuitgraph.circuit.ir import Circuit, State
+from circuitgraph.errors import Fault, RuntimeUseError
+from circuitgraph.interpret import interpret
+from circuitgraph.ops import TORCH_DTYPES, PagedKV
+
+Caches = Mapping[str, PagedKV]
+
+
+class DraftStep(NamedTuple):
+    """One draft position. draft: int32[n]; logprob: f32[n], of the draft under what was scored; next_hidden: act[n, H]."""
+
+    draft: torch.Tensor
+    logprob: torch.Tensor
+    next_hidden: torch.Tensor
+
+
+class DraftChain(NamedTuple):
+    """`steps` draft positions. drafts: int32[n, steps], -1 where a row had stopped; logprobs: f32[n, steps], NaN there;
+    next_hidden: act[n, H] of the last step (meaningless for rows that stopped before it)."""
+
+    drafts: torch.Tensor
+    logprobs: torch.Tensor
+    next_hidden: torch.Tensor
+
+
+class DraftRunner(abc.ABC):
+    """Runs the entries of one circuit with weights bound. One runner serves one device stream and one thread at a time.
+
+    Arguments of the running methods, for n rows: token int32[n], hidden float[n, H] (rounded to the circuit's `act`),
+    position int32[n] (sequence position of `token`), kv: state name to `PagedKV` (slot, seq, length int32[n];
+    table int32[s, b]; start int32[s]), all on `device`. Results are fresh tensors of the caller's.
+
+    Raises, from all of them: RuntimeUseError for wrong shapes or dtypes, and, where the tensors lie in host memory, for
+    tokens and positions out of range, before anything runs. Values of device tensors are not looked at: no host sync.
+    """
+
+    circuit: Circuit
+    device: torch.device
+    weights: Mapping[str, torch.Tensor]
+    """Weights and tables by circuit name, as bound: borrowed, never written."""
+
+    def __init__(self) -> None:
+        self.paths: Counter[str] = Counter()
+        """How many calls each path served: n-row, split, single, reference."""
+
+    # -- facts -------------------------------------------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def widths(self) -> tuple[int, ...]:
+        """Rows of the compiled draft programs, ascending; empty where any number of rows runs as it is."""
+
+    @property
+    @abc.abstractmethod
+    def context_rows(self) -> tuple[int, ...]:
+        """Rows of the compiled context programs; empty where any number of rows runs as it is."""
+
+    @property
+    def block_size(self) -> int | None:
+        """The KV block size that programs were compiled for, None where any will do."""
+        return None
+
+    @abc.abstractmethod
+    def serves(self, n: int) -> str | None:
+        """How n draft rows would run: "n-row" (one exact program), "split", "single", "reference"; None: not at all."""
+
+    @property
+    def max_position(self) -> int | None:
+        """Positions below this have RoPE rows; None without such a limit."""
+        rows = [self.weights[f"{table.name}.cos"].shape[0] for table in self.circuit.tables]
+        return min(rows) if rows else None
+
+    @property
+    def hidden_source(self) -> str:
+        """What the server must capture of the target: "post_norm" or "pre_norm" (its final norm)."""
+        return next(item.source for item in self.circuit.inputs if item.name == "hidden")
+
+    @property
+    def hidden_size(self) -> int:
+        return next(int(item.type.shape[-1]) for item in self.circuit.inputs if item.name == "hidden")
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the drafter's embedding: token ids below this can be fed."""
+        embed = next(node for node in self.circuit.nodes if node.op == "embed")
+        return int(self.circuit.types[embed.inputs[1]].shape[0])  # type: ignore[union-attr]
+
+    # -- work --------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def draft(self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor, kv: Caches) -> DraftStep:
+        """One draft position of n sequences; appends row i at slot[i]."""
+
+    @abc.abstractmethod
+    def context(self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor, kv: Caches) -> None:
+        """Appends any number of rows and computes nothing else. Rows of one sequence come in order."""
+
+    @abc.abstractmethod
+    def logits(
+        self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor, kv: Caches
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `draft`, but scores instead of the best token: (logits act[n, V], next_hidden act[n, H])."""
+
+    def chain(
+        self,
+        steps: int,
+        token: torch.Tensor,
+        hidden: torch.Tensor,
+        position: torch.Tensor,
+        kv: Caches,
+        slots: torch.Tensor,
+    ) -> DraftChain:
+        """`steps` draft positions: each takes the draft and the recycled hidden of the one before, one position on.
+
+        slots: int32[steps, n], where step k of row i is written; it stands in for the caches' own `slot`. A row whose
+        slot is -1 has stopped: from there on it writes nothing and drafts nothing. The caches' `length` is that of
+        step 0.
+        """
+        n = token.shape[0]
+        self._check_chain(steps, n, position, slots)
+        drafts = torch.full((n, steps), -1, dtype=torch.int32, device=self.device)
+        logprobs = torch.full((n, steps), float("nan"), device=self.device)
+        for k in range(steps):
+            live = slots[k] >= 0
+            caches = {
+                name: replace(cache, slot=slots[k], length=(cache.length + k) * live)  # length 0: sees nothing
+                for name, cache in kv.items()
+            }
+            step = self.draft(token * live, hidden, (position + k) * live, caches)
+            drafts[:, k] = torch.where(live, step.draft, drafts[:, k])
+            logprobs[:, k] = torch.where(live, step.logprob, logprobs[:, k])
+            token, hidden = step.draft, step.next_hidden
+        return DraftChain(drafts, logprobs, hidden)
+
+    # -- checks that every implementation shares ---------------------------------------------------------------
+
+    def _check_rows(self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor, kv: Caches) -> int:
+        n = token.shape[0] if token.dim() == 1 else -1
+        name = self.circuit.name
+        if n < 1:
+            fault = Fault("needs at least one row", where=name, subject="token", expected="i32[n]", got=_kind(token))
+            raise RuntimeUseError(fault)
+        self._check_tensor("token", token, (n,))
+        self._check_tensor("position", position, (n,))
+        if hidden.shape != (n, self.hidden_size) or not hidden.is_floating_point() or hidden.device != self.device:
+            expected = f"float[{n}, {self.hidden_size}] on {self.device}"
+            raise RuntimeUseError(Fault("does not fit", where=name, subject="hidden", expected=expected, got=_kind(hidden)))
+        for state in self.circuit.states:
+            cache = kv.get(state.name)
+            if cache is None:
+                raise RuntimeUseError(Fault(f"state '{state.name}' is not given", where=name))
+            self._check_storage(state, cache)
+            for part in ("slot", "seq", "length"):
+                self._check_tensor(f"{state.name}.{part}", getattr(cache, part), (n,))
+            sequences, width = cache.table.shape if cache.table.dim() == 2 else (0, 0)
+            self._check_tensor(f"{state.name}.table", cache.table, (sequences, width))
+            self._check_tensor(f"{state.name}.start", cache.start, (sequences,))
+            if token.device.type == "cpu":
+                self._check_range(f"{state.name}.slot", cache.slot, cache.k.shape[1] * cache.block_size, lowest=-1)
+                self._check_range(f"{state.name}.seq", cache.seq, sequences)
+                self._check_range(f"{state.name}.length", cache.length, width * cache.block_size + 1)
+        if token.device.type == "cpu":
+            self._check_range("token", token, self.vocab_size)
+            if self.max_position is not None:
+                self._check_range("position", position, self.max_position)
+        return n
+
+    def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+        if tensor.shape != shape or tensor.dtype != torch.int32 or tensor.device != self.device:
+            expected = f"i32[{', '.join(map(str, shape))}] on {self.device}"
+            raise RuntimeUseError(
+                Fault("does not fit", where=self.circuit.name, subject=name, expected=expected, got=_kind(tensor))
+            )
+
+    def _check_storage(self, state: State, cache: PagedKV) -> None:
+        for part in (cache.k, cache.v):
+            fits = part.dim() == 5 and part.dtype == TORCH_DTYPES[state.dtype] and part.device == self.device
+            fits = fits and part.is_contiguous() and part.shape == cache.k.shape
+            fits = fits and (part.shape[0], part.shape[2], part.shape[4]) == (state.layers, state.heads, state.dim)
+            if not fits or self.block_size not in (None, part.shape[3]):
+                block = self.block_size or "block_size"
+                shape = f"[{state.layers}, blocks, {state.heads}, {block}, {state.dim}]"
+                expected = f"contiguous {state.dtype}{shape} on {self.device}"
+                raise RuntimeUseError(
+                    Fault("storage does not fit", where=self.circuit.name, subject=state.name, expected=expected, got=_kind(part))
+                )
+
+    def _check_range(self, name: str, tensor: torch.Tensor, limit: int, lowest: int = 0) -> None:
+        low, high = (int(value) for value in torch.aminmax(tensor))
+        if low < lowest or high >= limit:
+            got = low if low < lowest else high
+            expected = f"{lowest}..{limit - 1}"
+            raise RuntimeUseError(Fault("out of range", where=self.circuit.name, subject=name, expected=expected, got=str(got)))
+
+    def _check_chain(self, steps: int, n: int, position: torch.Tensor, slots: torch.Tensor) -> None:
+        if steps < 1:
+            raise RuntimeUseError(Fault("a chain has at least one step", where=self.circuit.name, got=str(steps)))
+        self._check_tensor("slots", slots, (steps, n))
+        self._check_tensor("position", position, (n,))
+        if slots.device.type == "cpu" and self.max_position is not None:
+            live = (slots >= 0).sum(0, dtype=torch.int32)  # rows stop for good, so this is how far each goes
+            self._check_range("position", position + (live - 1).clamp(min=0), self.max_position)
+
+
+class ReferenceRunner(DraftRunner):
+    """The circuit itself, interpreted in torch: the oracle, and what drafts where nothing is compiled.
+
+    Args:
+        weights: by circuit name, the tables' tensors (`rope.cos`, ...) among them; any float dtype.
+    """
+
+    def __init__(self, circuit: Circuit, weights: Mapping[str, torch.Tensor]):
+        super().__init__()
+        self.circuit = circuit
+        self.weights = dict(weights)
+        self.device = next(iter(self.weights.values())).device
+        self._act = TORCH_DTYPES[circuit.act]
+        needed = {weight.name for weight in circuit.weights}
+        needed.update(value.name for table in circuit.tables for value in table.tensors())
+        missing = sorted(needed - set(self.weights))
+        if missing:
+            raise RuntimeUseError(Fault("weights are missing", where=circuit.name, got=", ".join(missing)))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def context_rows(self) -> tuple[int, ...]:
+        return ()
+
+    def serves(self, n: int) -> str | None:
+        return "reference" if n >= 1 else None
+
+    def draft(self, token, hidden, position, kv) -> DraftStep:
+        out = self._run("draft", token, hidden, position, kv)
+        return DraftStep(out["draft"], out["logprob"], out["next_hidden"])
+
+    def context(self, token, hidden, position, kv) -> None:
+        self._run("context", token, hidden, position, kv)
+
+    def logits(self, token, hidden, position, kv) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self._run("logits", token, hidden, position, kv)
+        return out["logits"], out["next_hidden"]
+
+    @torch.no_grad()
+    def _run(self, entry: str, token, hidden, position, kv) -> dict[str, torch.Tensor]:
+        self._check_rows(token, hidden, position, kv)
+        self.paths["reference"] += 1
+        inputs = {"token": token, "hidden": hidden.to(self._act), "position": position}
+        return interpret(self.circuit, inputs=inputs, weights=self.weights, states=kv, entry=entry)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}] on {tensor.device}"

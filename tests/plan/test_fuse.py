@@ -1,0 +1,108 @@
+"""Grouping: what is fused with what, and that any program ends in runnable groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from circuitgraph.circuit.check import check
+from circuitgraph.circuit.narrow import slice_entry, specialize
+from circuitgraph.errors import CircuitError
+from circuitgraph.language import parse_circuit
+from circuitgraph.plan.fuse import fuse, verify_groups
+from tests.circuits import EVERYTHING, small_mtp
+
+
+def grouped(circuit, entry="draft", rows=4):
+    return fuse(specialize(slice_entry(circuit, entry), rows), entry, rows, "cpu")
+
+
+def ops_of(plan):
+    return [(group.pattern, [node.op for node in group.nodes]) for group in plan.groups]
+
+
+def test_draft_step_is_eight_groups():
+    assert [pattern for pattern, _ in ops_of(grouped(small_mtp()))] == [
+        "project", "project", "cache_rows", "attend", "project", "gated", "project", "head",
+    ]  # fmt: skip
+
+
+def test_logits_are_not_made_when_only_the_token_is_asked_for():
+    plan = grouped(small_mtp())
+    head = plan.groups[-1]
+    assert [node.op for node in head.nodes] == ["rms_norm", "linear", "top1"]
+    assert plan.crossing(head) == ("y", "draft", "logprob")
+
+
+def test_logits_are_made_when_asked_for():
+    plan = grouped(small_mtp(), "logits")
+    assert plan.groups[-1].pattern == "project"
+    assert "scores" in plan.crossing(plan.groups[-1])
+
+
+def test_context_entry_of_one_layer_needs_neither_queries_nor_ffn_nor_head():
+    circuit = specialize(slice_entry(small_mtp(), "context"), 16)
+    names = {weight.name for weight in circuit.weights}
+    assert names == {"embed_tokens", "enorm", "hnorm", "fc", "layer.input_norm", "layer.attn.k_proj", "layer.attn.v_proj"}
+
+
+def test_gate_and_up_share_one_pass_whatever_their_order():
+    text = """
+program: swapped
+inputs: {x: "f32[n, 32]"}
+weights: {a: "bf16[16, 32]", b: "bf16[16, 32]"}
+body:
+  - u = linear(x, a)
+  - y = mul(silu(linear(x, b)), u)
+outputs: {y: y}
+entries: {run: {outputs: [y]}}
+"""
+    assert ops_of(grouped(parse_circuit(text), "run")) == [("gated", ["linear", "linear", "silu", "mul"])]
+
+
+def test_a_residual_that_depends_on_the_group_stays_outside():
+    # The other side of the add comes from a second reader of the first product: fusing both would be a loop.
+    text = """
+program: loop
+inputs: {x: "f32[n, 32]"}
+weights: {a: "bf16[32, 32]", b: "bf16[32, 32]"}
+body:
+  - p = linear(x, a)
+  - q = linear(p, b)
+  - y = add(p, q)
+outputs: {y: y}
+entries: {run: {outputs: [y]}}
+"""
+    plan = grouped(parse_circuit(text), "run")
+    assert [pattern for pattern, _ in ops_of(plan)] == ["project", "project"]
+    assert [node.op for node in plan.groups[1].nodes] == ["linear", "add"]
+
+
+def test_nodes_of_no_pattern_are_grouped_by_row():
+    text = """
+program: rest
+inputs: {x: "f32[n, 32]"}
+body:
+  - y = add(silu(x), sigmoid(x))
+outputs: {y: y}
+entries: {run: {outputs: [y]}}
+"""
+    assert ops_of(grouped(parse_circuit(text), "run")) == [("rows", ["silu", "sigmoid", "add"])]
+
+
+@pytest.mark.parametrize("switches", [{}, EVERYTHING, {"attention_gate": True}, {"recycle": "pre_norm", "qk_norm": True}])
+@pytest.mark.parametrize("entry", ["draft", "context", "logits"])
+def test_every_node_has_one_group_and_fusion_keeps_the_circuit(switches, entry):
+    circuit = small_mtp(switches)
+    check(circuit)
+    plan = grouped(circuit, entry)
+    assert sorted(node.name for group in plan.groups for node in group.nodes) == sorted(n.name for n in plan.circuit.nodes)
+
+
+def test_verifier_refuses_a_lost_node_and_a_wrong_order():
+    plan = grouped(small_mtp())
+    with pytest.raises(CircuitError, match="nodes without exactly one group"):
+        verify_groups(replace(plan, groups=plan.groups[:-1]))
+    with pytest.raises(CircuitError, match="before it is made"):
+        verify_groups(replace(plan, groups=plan.groups[::-1]))
