@@ -6,6 +6,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+TYPES := build/types
 READY := $(VENV)/installed
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
@@ -46,7 +47,10 @@ test: lint
 lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check --quiet
-	$(BIN)/basedpyright
+	@# Type checkers do not know setuptools' package-dir, so they get the packages laid out as they are imported.
+	@rm -rf $(TYPES) && mkdir -p $(TYPES) && cp -r circuitgraph examples pyproject.toml $(TYPES)
+	@cp -r programs schedules runtime $(TYPES)/circuitgraph
+	$(BIN)/basedpyright --project $(TYPES) --pythonpath $(BIN)/python
 
 format: $(READY)
 	$(BIN)/ruff check --fix --quiet

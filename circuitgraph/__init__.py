@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .bench import BenchReport, bench
+    from .measure.bench import BenchReport, bench
     from .checkpoint import bind, load_circuit, open_checkpoint
     from .circuit.ir import Circuit
     from .errors import (
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from .language import load_program, parse_circuit, resolve, shipped_programs
     from .pipeline import CompileResult, compile
     from .runtime import load
-    from .verify import VerifyReport, verify
+    from .measure.verify import VerifyReport, verify
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "bench": ("BenchReport", "bench"),
+    "measure.bench": ("BenchReport", "bench"),
     "checkpoint": ("bind", "load_circuit", "open_checkpoint"),
     "circuit.ir": ("Circuit",),
     "errors": (
@@ -54,7 +54,7 @@ _HOMES = {
     "language": ("load_program", "parse_circuit", "resolve", "shipped_programs"),
     "pipeline": ("CompileResult", "compile"),
     "runtime": ("load",),
-    "verify": ("VerifyReport", "verify"),
+    "measure.verify": ("VerifyReport", "verify"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ TEXT_STAGES = (
     "load", "resolve", "check", "slice", "specialize", "fuse", "schedule", "place", "plan", "lower", "source", "llvm", "asm", "pack",
 )  # fmt: skip
 """What `stage_text` prints. `plan` is what `place` leaves, `source` and `llvm` are the LLVM IR, `pack` the manifest."""
+
+_GENERATED = {"source": "ll", "llvm": "ll", "asm": "s"}
 
 
 @dataclass(frozen=True)
@@ -68,23 +71,20 @@ def stage_text(
     circuit = program_circuit(program, family=family, model=model, switches=switches)
     if stage in ("resolve", "check"):
         return format_circuit(circuit)
-    forms: dict[str, Any] = {}
     parsed = parse_target(target)
-    run = Run(lambda name, subject, form, seconds: forms.__setitem__(name, form))
+    run = Run()
     rules = load_schedule(parsed.kind, Path(schedule_file) if schedule_file else None)
-    plan = plan_piece(run, circuit, entry, width, parsed.kind, rules)
-    if stage in forms or stage == "plan":
-        form = plan if stage in ("plan", "place") else forms[stage]
+    form = plan_piece(run, circuit, entry, width, parsed.kind, rules, stop_after=stage)
+    if stage in run.seconds or stage == "plan":
         return _form_text(form)
+    assert isinstance(form, Plan)
     backend = backend_of(parsed)
-    module = backend.lower([plan])
+    module = backend.lower([form])
     if stage == "lower":
-        return module.script()
-    import tempfile
-
+        return backend.script(module, form)
     with tempfile.TemporaryDirectory() as folder:
         texts = backend.build(module, Path(folder)).texts
-    return texts["llvm" if stage == "source" else stage]
+    return texts[_GENERATED[stage]]
 
 
 def explain(
@@ -110,6 +110,7 @@ def explain(
         circuit = program_circuit(program, family=family, model=model, switches=switches)
     kind = parse_target(target).kind
     plan = plan_piece(Run(), circuit, entry, width, kind, load_schedule(kind, Path(schedule_file) if schedule_file else None))
+    assert isinstance(plan, Plan)
     explanations = []
     for group, choice in zip(plan.groups, plan.choices, strict=True):
         cost = plan.cost(group, context)
@@ -158,13 +159,13 @@ def _is_artifact(program: str | Path) -> bool:
 def _manifest(path: Path) -> Any:
     from .artifact.store import read_artifact
 
-    return read_artifact(path).manifest
+    return read_artifact(path, to_run=False).manifest
 
 
 def _artifact_text(path: Path, entry: str, width: int, stage: str) -> str:
     from .artifact.store import read_artifact
 
-    artifact = read_artifact(path)
+    artifact = read_artifact(path, to_run=False)
     symbol = f"{entry}_{width}"
     if stage == "pack":
         return json.dumps(artifact.manifest.to_json(), indent=2) + "\n"
@@ -179,5 +180,8 @@ def _artifact_text(path: Path, entry: str, width: int, stage: str) -> str:
 
         sliced = slice_entry(artifact.manifest.circuit, entry)
         return format_circuit(sliced if stage == "slice" else specialize(sliced, width))
-    names = {"lower": f"src/{symbol}.tir", "source": "src/kernels.ll", "llvm": "src/kernels.ll", "asm": "src/kernels.s"}
-    return artifact.read_text(names.get(stage, f"plans/{symbol}.txt"))
+    if stage in _GENERATED:
+        name = f"src/kernels.{_GENERATED[stage]}"
+    else:
+        name = f"src/{symbol}.tir" if stage == "lower" else f"plans/{symbol}.txt"
+    return (artifact.folder / name).read_text(encoding="utf-8")

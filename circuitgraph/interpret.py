@@ -87,9 +87,10 @@ def _check_shape(circuit: Circuit, name: str, expected: TensorType, given: torch
         if isinstance(want, int):
             fits = fits and want == have
         elif want == "n":
-            fits = fits and rows in (None, have)
-            rows = have
+            rows = have if rows is None else rows
+            fits = fits and rows == have
     if not fits:
-        got = f"[{', '.join(str(size) for size in given.shape)}]" + (f" with {rows} rows elsewhere" if rows else "")
+        elsewhere = f" with {rows} rows elsewhere" if "n" in expected.shape and rows not in given.shape[:1] else ""
+        got = f"[{', '.join(str(size) for size in given.shape)}]" + elsewhere
         raise RuntimeUseError(Fault("has the wrong shape", where=circuit.name, subject=name, expected=str(expected), got=got))
     return rows

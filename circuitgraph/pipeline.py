@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from .errors import CircuitError, Fault, did_you_mean
 from .plan.fuse import fuse, verify_groups
 from .plan.ir import Plan
 from .plan.place import place, verify_placement
-from .plan.schedule import load_schedule, schedule
+from .plan.schedule import Rule, load_schedule, schedule
 from .target import backend_of, parse_target
 
 STAGES = ("load", "resolve", "check", "slice", "specialize", "fuse", "schedule", "place", "lower", "build", "pack")
@@ -118,12 +119,12 @@ def compile(
     Raises:
         CircuitgraphError: of the stage that failed; nothing is written then.
     """
-    from .artifact.store import refuse_existing
+    from .artifact.store import check_output
 
     if stop_after is not None and stop_after not in STAGES:
         raise CircuitError(Fault(f"no stage '{stop_after}'", hint=did_you_mean(stop_after, STAGES)))
     if stop_after in (None, "pack"):
-        refuse_existing(Path(out), overwrite)
+        check_output(out, overwrite=overwrite)
     run = Run(observer)
     bound = bind_program(run, program, model, family, target_model, switches, act, kv, wt)
     name = bound.circuit.name
@@ -132,7 +133,8 @@ def compile(
     pieces = work_list(bound.circuit, entries, widths, context_rows)
     parsed = parse_target(target)
     rules = load_schedule(parsed.kind, Path(schedule_file) if schedule_file else None)
-    plans = tuple(plan_piece(run, bound.circuit, entry, rows, parsed.kind, rules) for entry, rows in pieces)
+    forms = [plan_piece(run, bound.circuit, entry, rows, parsed.kind, rules, stop_after) for entry, rows in pieces]
+    plans = tuple(form for form in forms if isinstance(form, Plan))
     if stop_after in ("slice", "specialize", "fuse", "schedule", "place"):
         return CompileResult(None, bound.circuit, plans, run.seconds, report=bound.report)
     backend = backend_of(parsed)
@@ -145,8 +147,14 @@ def compile(
             return CompileResult(None, bound.circuit, plans, run.seconds, report=bound.report)
         from .artifact.pack import pack
 
-        manifest = run("pack", name, lambda: pack(Path(out), bound, plans, module, built, backend.description(), overwrite))
-    return CompileResult(Path(out), bound.circuit, plans, run.seconds, manifest, bound.report)
+        scripts = {plan.symbol: backend.script(module, plan) for plan in plans}
+        options = {"target": target, "widths": sorted({1, *widths}), "context_rows": sorted(set(context_rows)), "act": act, "kv": kv}
+        artifact = run(
+            "pack",
+            name,
+            lambda: pack(Path(out), bound, plans, scripts, built, backend.description(), options, overwrite),
+        )
+    return CompileResult(artifact.folder, bound.circuit, plans, run.seconds, artifact.manifest, bound.report)
 
 
 def bind_program(run: Run, program, model, family, target_model, switches, act, kv, wt) -> Any:
@@ -186,12 +194,20 @@ def work_list(
     return pieces
 
 
-def plan_piece(run: Run, circuit: Circuit, entry: str, rows: int, kind: str, rules) -> Plan:
-    """Stages `slice` to `place` for one entry and number of rows."""
-    subject = f"{entry}_{rows}"
-    sliced = run("slice", subject, lambda: slice_entry(circuit, entry))
-    fixed = run("specialize", subject, lambda: specialize(sliced, rows))
-    fused = run("fuse", subject, lambda: fuse(fixed, entry, rows, kind))
-    scheduled = run("schedule", subject, lambda: schedule(fused, rules))
-    return run("place", subject, lambda: place(scheduled))
-
+def plan_piece(
+    run: Run, circuit: Circuit, entry: str, rows: int, kind: str, rules: tuple[Rule, ...], stop_after: str | None = None
+) -> Circuit | Plan:
+    """Stages `slice` to `place` for one entry and number of rows: the form that the last of them left."""
+    stages: tuple[tuple[str, Callable[[Any], Any]], ...] = (
+        ("slice", lambda form: slice_entry(form, entry)),
+        ("specialize", lambda form: specialize(form, rows)),
+        ("fuse", lambda form: fuse(form, entry, rows, kind)),
+        ("schedule", lambda form: schedule(form, rules)),
+        ("place", place),
+    )
+    form: Circuit | Plan = circuit
+    for stage, step in stages:
+        form = run(stage, f"{entry}_{rows}", partial(step, form))
+        if stage == stop_after:
+            break
+    return form

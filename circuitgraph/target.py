@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 from .errors import BuildError, Fault, did_you_mean
+from .kernels import register_kernels
 from .plan.ir import Plan
 
 
@@ -23,7 +25,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Built:
-    """What building left: the library, and the texts that `show` can print (`llvm`, `asm`, ...)."""
+    """What building left: the library, and its generated texts by file ending (`ll`, `s`)."""
 
     library: Path
     texts: dict[str, str]
@@ -38,6 +40,10 @@ class Backend(Protocol):
 
     def build(self, module: Any, folder: Path) -> Built:
         """Stage `build`: the IRModule to one shared library in `folder`. Raises BuildError."""
+        ...
+
+    def script(self, module: Any, plan: Plan) -> str:
+        """One plan's lowered function as text."""
         ...
 
     def description(self) -> dict[str, Any]:
@@ -66,10 +72,5 @@ def backend_of(target: Target) -> Backend:
     Raises:
         BuildError: TVM is not installed, or does not know the processor.
     """
-    try:
-        from .kernels.cpu.backend import CpuBackend
-    except ModuleNotFoundError as problem:
-        if (problem.name or "").split(".")[0] != "tvm":
-            raise
-        raise BuildError(Fault("compiling needs Apache TVM", hint="pip install 'circuitgraph[compiler]'")) from None
-    return CpuBackend(target)
+    register_kernels(target.kind)
+    return import_module(f".kernels.{target.kind}.backend", __package__).make_backend(target)

@@ -82,6 +82,7 @@ class BlockPool:
         self._free = list(reversed(range(self.total)))
         self._leases: set[Lease] = set()
         self._loaned: set[int] = set()
+        self._promised = 0  # kept as leases change: admission and growth look at it for every sequence of every step
 
     def _size(self, blocks: int | None, memory_bytes: int | None) -> int:
         if self.block_size < 1:
@@ -118,18 +119,16 @@ class BlockPool:
             free=len(self._free),
             held=sum(len(lease.blocks) for lease in self._leases),
             loaned=len(self._loaned),
-            promised=self._promised(),
+            promised=sum(lease.outstanding for lease in self._leases),
         )
 
-    def _promised(self) -> int:
-        return sum(lease.outstanding for lease in self._leases)
-
-    def slot(self, lease: Lease, row: int) -> int:
-        """The storage slot (block * block_size + offset) of a row of `lease`."""
-        return lease.blocks[row // self.block_size] * self.block_size + row % self.block_size
+    @property
+    def held(self) -> int:
+        """Blocks that sequences hold."""
+        return self.total - len(self._free) - len(self._loaned)
 
     def slots(self, lease: Lease, first: int, count: int) -> Iterator[int]:
-        """Storage slots of rows first..first+count-1."""
+        """Storage slots (block * block_size + offset) of rows first..first+count-1."""
         size = self.block_size
         for row in range(first, first + count):
             yield lease.blocks[row // size] * size + row % size
@@ -143,7 +142,7 @@ class BlockPool:
             PoolExhausted: the free blocks that nobody else was promised do not cover the promise.
         """
         lease = Lease(self.blocks_for(promised_rows))
-        available = len(self._free) - self._promised()
+        available = len(self._free) - self._promised
         if lease.promised > available:
             raise PoolExhausted(
                 Fault(
@@ -154,6 +153,7 @@ class BlockPool:
                 )
             )
         self._leases.add(lease)
+        self._promised += lease.promised
         return lease
 
     def grow(self, needs: Sequence[tuple[Lease, int]]) -> bool:
@@ -163,24 +163,31 @@ class BlockPool:
         """
         wanted = [(self._own(lease), max(self.blocks_for(rows) - len(lease.blocks), 0)) for lease, rows in needs]
         beyond = sum(max(count - lease.outstanding, 0) for lease, count in wanted)
-        if beyond > len(self._free) - self._promised():
+        if beyond > len(self._free) - self._promised:
             return False
         for lease, count in wanted:
-            lease.blocks.extend(self._free.pop() for _ in range(count))
+            self._set_blocks(lease, lease.blocks + [self._free.pop() for _ in range(count)])
         return True
 
     def shrink(self, lease: Lease, rows: int) -> None:
         """Give back the blocks that rows 0..rows-1 do not need."""
         keep = self.blocks_for(rows)
         blocks = self._own(lease).blocks
-        self._free.extend(reversed(blocks[keep:]))
-        del blocks[keep:]
+        if len(blocks) > keep:
+            self._free.extend(reversed(blocks[keep:]))
+            self._set_blocks(lease, blocks[:keep])
 
     def close(self, lease: Lease) -> None:
         """Give everything back, the promise too. Closing twice does nothing."""
         if lease in self._leases:
             self.shrink(lease, 0)
             self._leases.remove(lease)
+            self._promised -= lease.promised
+
+    def _set_blocks(self, lease: Lease, blocks: list[int]) -> None:
+        before = lease.outstanding
+        lease.blocks = blocks
+        self._promised += lease.outstanding - before
 
     def _own(self, lease: Lease) -> Lease:
         if lease not in self._leases:
@@ -191,7 +198,8 @@ class BlockPool:
 
     def lend(self, lease: Lease) -> list[int]:
         """Move the lease's blocks out of it, into the caller's hands (a conversation between two turns)."""
-        blocks, self._own(lease).blocks = lease.blocks, []
+        blocks = self._own(lease).blocks
+        self._set_blocks(lease, [])
         self._loaned.update(blocks)
         return blocks
 
@@ -205,7 +213,7 @@ class BlockPool:
             raise RuntimeUseError(Fault("the lease already holds blocks", got=str(len(lease.blocks)), expected="none"))
         self._check_loaned(blocks)
         self._loaned.difference_update(blocks)
-        lease.blocks = list(blocks)
+        self._set_blocks(lease, list(blocks))
 
     def free(self, blocks: Sequence[int]) -> None:
         """Give loaned blocks back.

@@ -55,9 +55,7 @@ class RopeSpec:
         return RopeSpec(**{**data, "scaling": tuple(data["scaling"].items())})
 
 
-def rope_tables(
-    spec: RopeSpec, positions: int, device: torch.device | str | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_tables(spec: RopeSpec, positions: int, device: torch.device | str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines, f32[positions, dim / 2] each; row p belongs to position p.
 
     Raises:

@@ -10,6 +10,7 @@ import abc
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -91,11 +92,11 @@ class DraftRunner(abc.ABC):
         """What the server must capture of the target: "post_norm" or "pre_norm" (its final norm)."""
         return next(item.source for item in self.circuit.inputs if item.name == "hidden")
 
-    @property
+    @cached_property
     def hidden_size(self) -> int:
         return next(int(item.type.shape[-1]) for item in self.circuit.inputs if item.name == "hidden")
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """Rows of the drafter's embedding: token ids below this can be fed."""
         embed = next(node for node in self.circuit.nodes if node.op == "embed")
@@ -202,20 +203,30 @@ class DraftRunner(abc.ABC):
                 )
 
     def _check_range(self, name: str, tensor: torch.Tensor, limit: int, lowest: int = 0) -> None:
-        low, high = (int(value) for value in torch.aminmax(tensor))
+        low, high = _extremes(tensor)
         if low < lowest or high >= limit:
             got = low if low < lowest else high
             expected = f"{lowest}..{limit - 1}"
             raise RuntimeUseError(Fault("out of range", where=self.circuit.name, subject=name, expected=expected, got=str(got)))
 
-    def _check_chain(self, steps: int, n: int, position: torch.Tensor, slots: torch.Tensor) -> None:
+    def _check_chain(self, steps: int, n: int, position: torch.Tensor, slots: torch.Tensor) -> bool:
+        """Whether rows may stop before the end: known for host tensors, assumed for device ones, which are not looked at."""
         if steps < 1:
             raise RuntimeUseError(Fault("a chain has at least one step", where=self.circuit.name, got=str(steps)))
         self._check_tensor("slots", slots, (steps, n))
         self._check_tensor("position", position, (n,))
-        if slots.device.type == "cpu" and self.max_position is not None:
-            live = (slots >= 0).sum(0, dtype=torch.int32)  # rows stop for good, so this is how far each goes
-            self._check_range("position", position + (live - 1).clamp(min=0), self.max_position)
+        if slots.device.type != "cpu":
+            return True
+        limit, first, ragged = self.max_position, position.tolist(), False
+        for k, written in enumerate(slots.tolist()):
+            for row, slot in enumerate(written):
+                if slot < 0:
+                    ragged = True
+                elif limit is not None and first[row] + k >= limit:
+                    expected, got = f"0..{limit - 1}", str(first[row] + k)
+                    fault = Fault("out of range", where=self.circuit.name, subject="position", expected=expected, got=got)
+                    raise RuntimeUseError(fault)
+        return ragged
 
 
 class ReferenceRunner(DraftRunner):
@@ -265,6 +276,15 @@ class ReferenceRunner(DraftRunner):
         self.paths["reference"] += 1
         inputs = {"token": token, "hidden": hidden.to(self._act), "position": position}
         return interpret(self.circuit, inputs=inputs, weights=self.weights, states=kv, entry=entry)
+
+
+def _extremes(tensor: torch.Tensor) -> tuple[int, int]:
+    """Smallest and largest value; short tensors are read faster as a list than reduced."""
+    if tensor.numel() <= 64:
+        values = tensor.tolist()
+        return min(values), max(values)
+    low, high = torch.aminmax(tensor)
+    return int(low), int(high)
 
 
 def _kind(tensor: torch.Tensor) -> str:

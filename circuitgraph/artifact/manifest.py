@@ -19,7 +19,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 
 ROLES = ("input", "state", "table", "weight", "workspace", "output")
-SOURCES = ("drafter", "target", "random", "artifact")
+SOURCES = ("drafter", "target", "host", "random", "artifact")
 DTYPES = ("f32", "bf16", "f16", "i32", "i64", "u8", "i8")
 
 # Keys of a config.json that say who wrote it or how it was loaded, not what the model is.
@@ -56,7 +56,7 @@ class Model:
 class Arg:
     """One argument of a function. `name` is the circuit's (`token`, `kv.slot`, `rope.cos`, a weight, a public output).
 
-    A dimension that differs from call to call is given by an axis name.
+    Role `state` is a cache's storage and its addressing. A dimension that differs from call to call is an axis name.
     """
 
     name: str
@@ -85,13 +85,16 @@ class Function:
 class WeightSpec:
     """A weight as the code expects it, and where it is bound from.
 
-    tensor: its name in the checkpoint (drafter, target) or in the artifact's weight file (artifact); unused when random.
+    tensor: its name in the checkpoint (drafter, target), in the artifact's weight file (artifact), or of the target's
+        own tensor that the caller hands over (host). Weights that share a tensor name are tied.
+    stored: the checkpoint's dtype where compiling asked for another one; empty where it is `dtype`.
     """
 
     dtype: str
     shape: tuple[int, ...]
     tensor: str
     source: str
+    stored: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class Manifest:
 
     functions: by name, e.g. `draft_4`. rope: table name to `RopeSpec.to_json()`. max_position: rows of those tables.
     options: what the compile call was given, for people. files: relative name to SHA-256, filled in by the writer.
-    weight_file: the safetensors file of the weights whose source is `artifact`.
+    weight_file: of the weights whose source is `artifact`: `model.safetensors` in a folder of its own.
     """
 
     program: str
@@ -270,6 +273,7 @@ def _read_weight(reader: _Reader) -> WeightSpec:
         shape=tuple(reader.items("shape", int)),
         tensor=reader.value("tensor", str),
         source=reader.value("source", str, SOURCES),
+        stored=reader.value("stored", str, ("", *DTYPES)),
     )
 
 

@@ -10,14 +10,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .binding import BoundProgram, ReportRow, TensorRef, bind, default_config, load_circuit
+    from .account import ReportRow, TensorRef
+    from .binding import BoundProgram, bind, default_config, load_circuit
     from .config import ModelConfig, RawConfig, read_config
     from .family import Family, load_family, shipped_families
     from .files import TensorFiles, TensorInfo
     from .model import Model, open_checkpoint
 
 _HOMES = {
-    "binding": ("BoundProgram", "ReportRow", "TensorRef", "bind", "default_config", "load_circuit"),
+    "account": ("ReportRow", "TensorRef"),
+    "binding": ("BoundProgram", "bind", "default_config", "load_circuit"),
     "config": ("ModelConfig", "RawConfig", "read_config"),
     "family": ("Family", "load_family", "shipped_families"),
     "files": ("TensorFiles", "TensorInfo"),

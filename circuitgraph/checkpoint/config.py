@@ -80,9 +80,7 @@ def read_raw(source: str | Path | Mapping[str, Any] | RawConfig) -> RawConfig:
     return RawConfig(data, str(path))
 
 
-def read_config(
-    source: str | Path | Mapping[str, Any] | RawConfig, sections: Sequence[str] = ("",)
-) -> ModelConfig:
+def read_config(source: str | Path | Mapping[str, Any] | RawConfig, sections: Sequence[str] = ("",)) -> ModelConfig:
     """Read the first of `sections` (dotted keys, "" is the top level) that the config has.
 
     The canonical values: hidden_size, num_attention_heads, num_key_value_heads, head_dim, rotary_dim, vocab_size,
@@ -169,9 +167,12 @@ class _Reader:
         return value if isinstance(value, bool) else default
 
     def head_dim(self, hidden: int, heads: int) -> int:
+        """After a fault a stand-in that raises no other."""
         if self.get("head_dim") is not None:
             return self.count("head_dim")
-        if not self.faults and hidden % heads:
+        if self.faults:
+            return 1024
+        if hidden % heads:
             self.refuse("hidden_size", f"does not split into {heads} heads", got=hidden, hint="Does the config lack 'head_dim'?")
         return max(1, hidden // heads)
 

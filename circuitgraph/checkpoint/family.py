@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -114,16 +113,27 @@ class Family:
             raise CheckpointError(faults)
         return config
 
-    def switches(self, config: ModelConfig, given: Mapping[str, SwitchValue] | None = None) -> dict[str, SwitchValue]:
-        """The family's decisions for this config, those in `given` over them. The program checks names and values."""
+    def switches(self, config: ModelConfig) -> dict[str, SwitchValue]:
+        """What the family says of a model with this config.
+
+        Raises:
+            CheckpointError: a config value that cannot be a switch's.
+        """
         decided: dict[str, SwitchValue] = {}
+        faults = []
         for name, decl in self.file.switches.items():
-            if isinstance(decl, ConfigSwitch):
-                value = config.find(decl.config)
-                decided[name] = decl.default if value is None else value
-            else:
+            if not isinstance(decl, ConfigSwitch):
                 decided[name] = decl
-        return {**decided, **(given or {})}
+                continue
+            value = config.find(decl.config)
+            decided[name] = decl.default if value is None else value
+            if type(decided[name]) is not type(decl.default):
+                expected = "true or false" if isinstance(decl.default, bool) else "a text"
+                message = f"the value decides switch '{name}' and is of the wrong kind"
+                faults.append(Fault(message, where=config.raw.file, subject=decl.config, expected=expected, got=repr(value)))
+        if faults:
+            raise CheckpointError(faults)
+        return decided
 
     def candidates(self, weight: str) -> tuple[str, ...]:
         """Tensor names that may hold `weight`, best first; `{layer}` still stands in them. Empty: the family has none."""
@@ -185,7 +195,8 @@ def recognise(config: RawConfig, program: str | None = None) -> Family:
         raise CheckpointError(Fault(message, where=config.file, got=got, hint="Name one of them."))
     expected = "; ".join(f"{family.name}: {_conditions(family)}" for family in known) or None
     hint = "Name the family if you know that its layout fits, or write a family file (docs/language.md)."
-    raise CheckpointError(Fault(f"no family{of_program} recognises this config", where=config.file, expected=expected, got=got, hint=hint))
+    message = f"no family{of_program} recognises this config"
+    raise CheckpointError(Fault(message, where=config.file, expected=expected, got=got, hint=hint))
 
 
 def _conditions(family: Family) -> str:

@@ -59,9 +59,8 @@ class TensorFiles:
             found = sorted(folder.glob("*.safetensors"))
             if len(found) != 1:
                 names = ", ".join(path.name for path in found) or "none"
-                raise CheckpointError(
-                    Fault("no model weights here", where=str(folder), expected=f"{SINGLE} or {INDEX}", got=f"{names} of *.safetensors")
-                )
+                expected, got = f"{SINGLE} or {INDEX}", f"{names} of *.safetensors"
+                raise CheckpointError(Fault("no model weights here", where=str(folder), expected=expected, got=got))
             file = found[0]
         header = _read_header(file)
         files = TensorFiles(folder, dict.fromkeys(header, file), indexed=False)
@@ -149,7 +148,7 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
             header = {}
             for name in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
                 view = opened.get_slice(name)
-                dtype = view.get_dtype()
+                dtype = str(view.get_dtype())
                 header[name] = TensorInfo(name, DTYPES.get(dtype, dtype), tuple(view.get_shape()), file)
             return header
     except (SafetensorError, OSError) as problem:

@@ -12,7 +12,7 @@ from ..ops.base import TORCH_DTYPES
 
 def random_weight(circuit: Circuit, weight: Weight, seed: int = 0) -> torch.Tensor:
     """One weight in its circuit's dtype. Depends on `seed` and the weight's name and shape, on nothing else."""
-    generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(weight.name.encode()))
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{weight.name}".encode()))
     noise = torch.randn(weight.type.shape, generator=generator)  # type: ignore[arg-type]
     return (_shift(circuit, weight) + _scale(weight) * noise).to(TORCH_DTYPES[weight.type.dtype])
 

@@ -65,15 +65,16 @@ def _check_node(circuit: Circuit, node: Node, types: dict, faults: list[Fault]) 
         else:
             faults.append(_fault(circuit, node, f"'{unknown[0]}' is used before it is defined", did_you_mean(unknown[0], types)))
         return
+    where = node.where or circuit.name
     try:
         made = op.infer([types[name] for name in node.inputs], node.attr, OpContext(circuit.act))
     except TypeRuleError as error:
-        faults.append(Fault(f"{node.op}: {error.message}", node.where, node.name, error.expected, error.got, error.hint))
+        faults.append(Fault(f"{node.op}: {error.message}", where, node.name, error.expected, error.got, error.hint))
         return
     stated = tuple(value.type for value in node.outputs)
     if made != stated:
         expected, got = (", ".join(map(str, side)) for side in (made, stated))
-        faults.append(Fault(f"{node.op} makes other types", node.where, node.name, expected, got))
+        faults.append(Fault(f"{node.op} makes other types", where, node.name, expected, got))
 
 
 def _in_cycle(circuit: Circuit, node: Node) -> bool:

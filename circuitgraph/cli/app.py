@@ -23,9 +23,10 @@ def circuitgraph() -> None:
     """Compile the drafters of speculative decoding ahead of time, look at every stage, and measure them.
 
     \b
-    circuitgraph demo                                             everything, on a drafter that is shipped
-    circuitgraph compile auto --model HEAD --target-model LLM -o OUT
-    circuitgraph verify OUT --model HEAD --target-model LLM
+    circuitgraph demo
+    circuitgraph show mtp_dense --width 4
+    circuitgraph compile auto --model drafter/ --target-model llm/ -o OUT
+    circuitgraph verify OUT --model drafter/ --target-model llm/
     """
 
 

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from ..errors import CircuitgraphError
 
@@ -26,6 +28,11 @@ def out() -> Console:
 def notes() -> Console:
     """Progress and remarks; standard output stays clean for scripts."""
     return Console(file=sys.stderr, highlight=False)
+
+
+def table(title: str) -> Table:
+    """A table that fits a terminal of 80 columns where its content does."""
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False)
 
 
 def guarded(command: Command) -> Command:
@@ -48,7 +55,7 @@ def print_json(data: Any) -> None:
     typer.echo(json.dumps(data, indent=2))
 
 
-def parse_widths(text: str) -> tuple[int, ...]:
+def parse_widths(text: str, option: str = "'--widths'") -> tuple[int, ...]:
     """Widths as people write them, ascending, each once.
 
     >>> parse_widths("1-4,8")
@@ -61,12 +68,12 @@ def parse_widths(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         first, dash, last = (piece.strip() for piece in part.partition("-"))
         if not first.isascii() or not first.isdigit() or (dash and not (last.isascii() and last.isdigit())):
-            raise typer.BadParameter(f"'{part.strip()}' is neither a width nor a range; write widths as 1-4,8")
+            raise typer.BadParameter(f"'{part.strip()}' is neither a width nor a range; write widths as 1-4,8", param_hint=option)
         low, high = int(first), int(last) if dash else int(first)
         if low > high:
-            raise typer.BadParameter(f"the range '{part.strip()}' runs backwards; write {high}-{low}")
+            raise typer.BadParameter(f"the range '{part.strip()}' runs backwards; write {high}-{low}", param_hint=option)
         if low < 1 or high > MAX_WIDTH:
-            raise typer.BadParameter(f"widths lie between 1 and {MAX_WIDTH}, got '{part.strip()}'")
+            raise typer.BadParameter(f"widths lie between 1 and {MAX_WIDTH}, got '{part.strip()}'", param_hint=option)
         widths.update(range(low, high + 1))
     return tuple(sorted(widths))
 

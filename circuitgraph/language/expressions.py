@@ -60,10 +60,13 @@ def parse_statement(text: str, where: Location) -> Statement:
     Raises:
         ProgramError: at `where`, for anything the language does not have.
     """
-    tree = _parse(text, where, mode="exec")
-    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Assign) or len(tree.body[0].targets) != 1:
+    try:
+        body = ast.parse(text.strip()).body
+    except SyntaxError as problem:
+        raise _unparsed(text, where, problem) from None
+    assign = body[0] if len(body) == 1 else None
+    if not isinstance(assign, ast.Assign) or len(assign.targets) != 1:
         raise ProgramError(Fault(f"a body line is one assignment, 'name = op(...)': {text!r}", where=where))
-    assign = tree.body[0]
     target = assign.targets[0]
     names = target.elts if isinstance(target, ast.Tuple) else [target]
     return Statement(tuple(_dotted(name, where) for name in names), _expression(assign.value, where), where)
@@ -71,14 +74,14 @@ def parse_statement(text: str, where: Location) -> Statement:
 
 def parse_expression(text: str, where: Location) -> Expression:
     """Parse one expression (a dimension, an output, a default)."""
-    return _expression(_parse(text, where, mode="eval").body, where)
-
-
-def _parse(text: str, where: Location, mode: str) -> ast.Module | ast.Expression:
     try:
-        return ast.parse(text.strip(), mode=mode)  # type: ignore[return-value]
+        return _expression(ast.parse(text.strip(), mode="eval").body, where)
     except SyntaxError as problem:
-        raise ProgramError(Fault(f"cannot parse {text!r}: {problem.msg}", where=where)) from None
+        raise _unparsed(text, where, problem) from None
+
+
+def _unparsed(text: str, where: Location, problem: SyntaxError) -> ProgramError:
+    return ProgramError(Fault(f"cannot parse {text!r}: {problem.msg}", where=where))
 
 
 def _dotted(node: ast.expr, where: Location) -> str:

@@ -62,9 +62,8 @@ def find_program(name_or_path: str | Path) -> Path:
     path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml") and path.is_file():
         return path
-    raise ProgramError(
-        Fault(f"no program '{name_or_path}'", hint=f"{did_you_mean(str(name_or_path), shipped)} Or give the path of a .yaml file.")
-    )
+    hint = f"{did_you_mean(str(name_or_path), shipped)} Or give the path of a .yaml file."
+    raise ProgramError(Fault(f"no program '{name_or_path}'", hint=hint))
 
 
 def load_program(name_or_path: str | Path) -> Program:
@@ -111,6 +110,8 @@ def _load_blocks(
             continue
         if file.block != name:
             faults.append(Fault(f"the file is called '{name}' but says 'block: {file.block}'", where=places["block",]))
+        for arg in set(file.args) & set(file.weights):
+            faults.append(Fault(f"'{arg}' is declared in args and in weights", where=places["weights", arg]))
         blocks[name] = Block(file, _parse_body(file.body, ("body",), places, faults), places)
         _load_blocks(_used_blocks(file.weights, places), folders, blocks, (*path, name), faults)
 

@@ -191,17 +191,17 @@ class _Resolver:
         states = []
         for name, decl in self.file.state.items():
             where = self.program.places["state", name]
-            sizes = [self._dim_value(value, where, name) for value in (decl.layers, decl.heads, decl.dim)]
+            layers, heads, dim = (self._size(value, where, name) for value in (decl.layers, decl.heads, decl.dim))
             dtype = self._dtype(decl.dtype, where, name)
-            if None not in sizes and dtype:
-                states.append(State(name, decl.kind, *sizes, dtype))  # type: ignore[arg-type]
+            if layers and heads and dim and dtype:
+                states.append(State(name, decl.kind, layers, heads, dim, dtype))
         return tuple(states)
 
     def _tables(self) -> tuple[Table, ...]:
         tables = []
         for name, decl in self.file.tables.items():
             where = self.program.places["tables", name]
-            dim = self._dim_value(decl.dim, where, name)
+            dim = self._size(decl.dim, where, name)
             if dim is not None and dim % 2:
                 self._fault("a RoPE table turns pairs of columns", where, subject=name, expected="an even dim", got=str(dim))
             elif dim is not None:
@@ -221,7 +221,8 @@ class _Resolver:
             if isinstance(decl, BlockWeights):
                 scope[name] = everything[full] = _Namespace(full)
                 block = self.program.blocks[decl.block]
-                self._declare_weights(block.file.weights, f"{full}.", block.places, everything, everything)
+                # Short names are for the block's own body (see _inline); here they would hide the program's.
+                self._declare_weights(block.file.weights, f"{full}.", block.places, {}, everything)
                 continue
             text: str | None = decl.type if isinstance(decl.type, str) else None
             if not isinstance(decl.type, str):
@@ -267,17 +268,27 @@ class _Resolver:
         return TensorType(dtype, tuple(dims))  # type: ignore[arg-type]
 
     def _dim_value(self, value: int | str, where: Location, subject: str) -> int | str | None:
-        if isinstance(value, int):
-            return value
         if value == ROWS:
             return ROWS
         try:
-            return self._arithmetic(parse_expression(value, where), where, subject)
+            number = value if isinstance(value, int) else self._arithmetic(parse_expression(value, where), where, subject)
         except _Refused:
             return None
         except ProgramError as error:
             self.faults.extend(error.faults)
             return None
+        if number < 1:
+            self._fault(f"dimension '{value}' is {number}", where, subject=subject, expected="1 or more")
+            return None
+        return number
+
+    def _size(self, value: int | str, where: Location, subject: str) -> int | None:
+        """A dimension that must be known now: of what outlives a call, and so cannot depend on its rows."""
+        size = self._dim_value(value, where, subject)
+        if isinstance(size, str):
+            self._fault("the row axis has no place here", where, subject=subject, expected="a dimension", got=size)
+            return None
+        return size
 
     def _arithmetic(self, expression: Expression, where: Location, subject: str) -> int:
         if isinstance(expression, Literal) and isinstance(expression.value, int):
@@ -324,7 +335,13 @@ class _Resolver:
             scope.update(zip(item.targets, values, strict=True))
 
     def _evaluate(
-        self, expression: Expression, at: Statement, scope: dict[str, Any], prefix: str, later: dict, targets: tuple[str, ...] = ()
+        self,
+        expression: Expression,
+        at: Statement,
+        scope: dict[str, Any],
+        prefix: str,
+        later: dict,
+        targets: tuple[str, ...] = (),
     ) -> tuple[Any, ...]:
         if isinstance(expression, Ref):
             return (self._lookup(expression.name, at, scope, later),)
@@ -404,9 +421,7 @@ class _Resolver:
                 self._fault("weights= takes the name of a block's weights", at.where, subject=at.targets[0])
                 raise _Refused
             inner_prefix = f"{namespace.prefix}."
-            inner.update(
-                {key.removeprefix(inner_prefix): value for key, value in scope.items() if key.startswith(inner_prefix)}
-            )
+            inner.update({key.removeprefix(inner_prefix): value for key, value in scope.items() if key.startswith(inner_prefix)})
         self._body(block.body, inner, inner_prefix)
         at_return = Statement(at.targets, Ref(""), block.places["returns",])
         return tuple(self._lookup(name, at_return, inner, {}) for name in block.file.returns)
@@ -460,15 +475,21 @@ class _Resolver:
             value = self.params[expression.name]
         elif isinstance(expression, Ref) and expression.name in self.switches:
             value = self.switches[expression.name]
-        elif isinstance(expression, Ref) and expression.name in attr.choices:
+        elif isinstance(expression, Ref) and attr.choices:
             value = expression.name
+        elif isinstance(expression, Ref) and expression.name not in self.dims:
+            hint = did_you_mean(expression.name, [*self.params, *self.switches, *self.dims])
+            self._fault(f"{op.name}: {name}= is the unknown name '{expression.name}'", at.where, subject=at.targets[0], hint=hint)
+            raise _Refused
         elif isinstance(expression, Ref | Arithmetic):
             value = self._arithmetic(expression, at.where, f"{at.targets[0]} {name}=")
         if attr.type is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, attr.type) or (attr.type is not bool and isinstance(value, bool)):
             expected = attr.type.__name__
-            self._fault(f"{op.name}: {name}= has the wrong kind", at.where, subject=at.targets[0], expected=expected, got=repr(value))
+            self._fault(
+                f"{op.name}: {name}= has the wrong kind", at.where, subject=at.targets[0], expected=expected, got=repr(value)
+            )
             raise _Refused
         if attr.choices and value not in attr.choices:
             expected = ", ".join(attr.choices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,9 @@ class Places:
     def __init__(self, file: str, marks: dict[Key, yaml.Mark]):
         self.file = file
         self._marks = marks
+
+    def has(self, key: Key) -> bool:
+        return key in self._marks
 
     def __getitem__(self, key: Key) -> Location:
         # A key that is absent (a required field, say) is placed at its nearest parent.
@@ -63,7 +67,7 @@ def read_yaml(path: Path, schema: type[Model], error: type[CircuitgraphError] = 
     try:
         return schema.model_validate(data if data is not None else {}), places
     except ValidationError as problem:
-        raise error(_schema_faults(problem, places)) from None
+        raise error(_schema_faults(problem, places, schema)) from None
 
 
 def _plain(node: yaml.Node | None, key: Key, marks: dict[Key, yaml.Mark], file: str, error: type[CircuitgraphError]) -> Any:
@@ -89,23 +93,73 @@ def _scalar(node: yaml.Node) -> Any:
     return yaml.SafeLoader("").construct_object(node, deep=True)  # type: ignore[no-untyped-call]
 
 
-def _schema_faults(problem: ValidationError, places: Places) -> list[Fault]:
-    faults: dict[Location, Fault] = {}
-    for item in problem.errors():
-        # pydantic puts the names of union members into `loc`; places skips what is not in the file.
-        key = tuple(part for part in item["loc"])
-        where = places[key]
-        subject = ".".join(str(part) for part in item["loc"] if not _is_union_tag(part)) or None
-        if item["type"] == "extra_forbidden":
-            fault = Fault(f"unknown key '{item['loc'][-1]}'", where=where, hint="See docs/language.md for the keys.")
-        elif item["type"] == "missing":
-            fault = Fault(f"key '{item['loc'][-1]}' is missing", where=where)
-        else:
-            fault = Fault(item["msg"], where=where, subject=subject, got=repr(item["input"])[:80])
-        # A union reports one fault per member: the first is enough for one place.
-        faults.setdefault(where, fault)
+def _schema_faults(problem: ValidationError, places: Places, schema: type[BaseModel]) -> list[Fault]:
+    errors = [_Violation(item, places) for item in problem.errors()]
+    likely = _of_likely_members(errors)
+    missing = {item.key for item in errors if item.kind == "missing"}
+    meant: dict[Key, str] = {}
+    for item in likely:
+        if item.kind == "extra_forbidden":
+            known = {key[-1] for key in missing if key[:-1] == item.key[:-1]}
+            known.update(schema.model_fields if len(item.key) == 1 else ())
+            near = difflib.get_close_matches(str(item.key[-1]), map(str, known), n=1)
+            if near:
+                meant[item.key] = near[0]
+    mended = {(*key[:-1], name) for key, name in meant.items()}
+    unsure = {key[:-1] for key in meant if len(key) > 1}
+    faults: dict[Key, Fault] = {}
+    for item in likely:
+        where, subject, fault = places[item.key], ".".join(map(str, item.key)) or None, None
+        if item.kind == "extra_forbidden":
+            hint = f"Did you mean '{meant[item.key]}'?" if item.key in meant else "See docs/language.md for the keys."
+            fault = Fault(f"unknown key '{item.key[-1]}'", where=where, hint=hint)
+        elif item.kind != "missing":
+            fault = Fault(item.message, where=where, subject=subject, got=repr(item.input)[:80])
+        elif item.key not in mended and item.key[:-1] not in unsure:
+            # Next to a key that is a slip of the pen, what else is missing depends on what was meant.
+            fault = Fault(f"key '{subject}' is missing", where=where)
+        if fault is not None:
+            faults.setdefault(item.key, fault)
     return list(faults.values())
 
 
-def _is_union_tag(part: str | int) -> bool:
-    return isinstance(part, str) and (part in {"str", "int", "float", "bool"} or "[" in part or part[:1].isupper())
+class _Violation:
+    """One of pydantic's errors. Its `loc` mixes keys with the names of union members; the document tells them apart."""
+
+    def __init__(self, item: Any, places: Places):
+        self.kind: str = item["type"]
+        self.message: str = item["msg"]
+        self.input: Any = item["input"]
+        parts = list(item["loc"])
+        absent = [parts.pop()] if self.kind == "missing" else []
+        self.key: Key = ()
+        self.member: tuple[Key, str] | None = None
+        for part in parts:
+            if places.has((*self.key, part)):
+                self.key = (*self.key, part)
+            elif self.member is None:
+                self.member = (self.key, str(part))
+        self.key = (*self.key, *absent)
+
+    @property
+    def of_other_shape(self) -> bool:
+        """The union's member wants a scalar and the file has a mapping there, or the other way round."""
+        if self.member is None or self.key != self.member[0]:
+            return False
+        wants_mapping = self.kind in ("model_type", "dict_type")
+        wants_scalar = self.kind.endswith("_type") and not wants_mapping
+        return wants_mapping != isinstance(self.input, dict) if wants_mapping or wants_scalar else False
+
+
+def _of_likely_members(errors: list[_Violation]) -> list[_Violation]:
+    """Of each union keep the faults of the member that the author most likely meant."""
+    members: dict[Key, dict[str, list[_Violation]]] = {}
+    for item in errors:
+        if item.member is not None:
+            members.setdefault(item.member[0], {}).setdefault(item.member[1], []).append(item)
+
+    def unlikeliness(faults: list[_Violation]) -> tuple[bool, int]:
+        return any(item.of_other_shape for item in faults), sum(item.kind == "extra_forbidden" for item in faults)
+
+    likely = {key: min(of.values(), key=unlikeliness) for key, of in members.items()}
+    return [item for item in errors if item.member is None or item in likely[item.member[0]]]

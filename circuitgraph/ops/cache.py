@@ -153,9 +153,11 @@ class Attention(Op):
     def samples(rows):
         base = _cache_sample(rows, keys=2, per_key=2)
         types = (base.types[1], base.types[0])
+        made = base.tensors
+        assert made is not None, "a cache cannot be made of random floats"
 
         def tensors(generator):
-            cache, _, _ = base.tensors(generator)
+            cache, _, _ = made(generator)
             q = torch.randn(rows, 4, 8, generator=generator)
             return [q, cache]
 
@@ -185,6 +187,7 @@ def _cache_sample(rows: int, keys: int, per_key: int) -> Sample:
             start=start,
             length=length,
         )
-        return [cache, torch.randn(row.shape, generator=generator), torch.randn(row.shape, generator=generator)]
+        k, v = (torch.randn((rows, keys, dim), generator=generator) for _ in range(2))
+        return [cache, k, v]
 
     return Sample((StateType("kv"), row, row), {"layer": per_key - 1}, tensors)

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import Fault, Location, ScheduleError, did_you_mean
+from ..kernels import register_kernels
 from ..kernels.base import KERNELS, Kernel, make_params
 from ..language.source import read_yaml
 from .fuse import CACHE, PATTERNS, ROWS
@@ -67,6 +68,7 @@ def load_schedule(target: str, path: Path | None = None) -> tuple[Rule, ...]:
     if not path.is_file():
         known = [file.stem for file in SCHEDULES.glob("*.yaml")]
         raise ScheduleError(Fault(f"no schedule for target '{target}'", where=str(path.name), hint=did_you_mean(target, known)))
+    register_kernels(target)
     file, places = read_yaml(path, ScheduleFile, ScheduleError)
     faults: list[Fault] = []
     rules = []

@@ -124,6 +124,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Write the numbers to this JSON file.")] = None,
 ) -> None:
     """Print mean accepted length and acceptance per draft position."""
+    torch.set_float32_matmul_precision("highest")
     model, tokenizer = load_target(target, torch.float32, device)
     weights, config = load_head(head, device)
     rows, budget = (512, 16384) if device.startswith("cuda") else (32, 2048)

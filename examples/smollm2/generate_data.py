@@ -17,11 +17,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import typer
-from common import HERE, SEED, SYSTEM, Corpus, chat, load_target, rms, rope
+from common import HERE, SEED, SYSTEM, Corpus, chat, load_target
 from scripted import scripted_prompts
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 from transformers import PreTrainedModel
+
+# cuDNN's attention builds a plan per shape, and here shapes keep changing.
+BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 SYSTEMS = [
     SYSTEM,
@@ -45,34 +49,47 @@ class Decoder:
         self.heads, self.kv_heads, self.dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         shape = (c.num_hidden_layers, 2, rows, self.kv_heads, length, self.dim)
         self.cache = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        # Few, large products and fused norms: with one token a sequence, launching kernels is what takes the time.
+        self.qkv = [
+            torch.cat([getattr(layer.self_attn, n).weight for n in ("q_proj", "k_proj", "v_proj")])
+            for layer in model.model.layers
+        ]
+        self.gate_up = [torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]) for layer in model.model.layers]
+
+    def norm(self, x: Tensor, module: torch.nn.Module) -> Tensor:
+        """RMSNorm with a module's weight."""
+        return F.rms_norm(x, x.shape[-1:], module.get_parameter("weight"), self.eps)
 
     def forward(self, ids: Tensor, start: int, pad: Tensor) -> Tensor:
         """Run columns start.. (ids [B, S]) after `pad` [B] columns of padding; logits [B, V] of the last column."""
         b, s = ids.shape
-        d, kv = self.dim, self.kv_heads
+        d, kv, model = self.dim, self.kv_heads, self.model.model
         group = self.heads // kv
         seen = -(-(start + s) // 64) * 64
         column = torch.arange(start, start + s, device=ids.device)
         position = (column[None] - pad[:, None]).clamp(min=0)
         key = torch.arange(seen, device=ids.device)
-        mask = (key <= column[:, None]) & (key >= pad[:, None, None]) | (key == column[:, None])
-        mask = mask[:, None, None].expand(b, 1, group, s, seen).reshape(b, 1, group * s, seen)
-        x = F.embedding(ids, self.model.model.embed_tokens.weight)
-        for layer, cache in zip(self.model.model.layers, self.cache, strict=True):
-            att, mlp = layer.self_attn, layer.mlp
-            u = rms(x, layer.input_layernorm.weight, self.eps)
-            q = rope(att.q_proj(u).view(b, s, -1, d), position, self.theta)
-            k = rope(att.k_proj(u).view(b, s, -1, d), position, self.theta)
-            cache[0, :b, :, start : start + s] = k.transpose(1, 2)
-            cache[1, :b, :, start : start + s] = att.v_proj(u).view(b, s, -1, d).transpose(1, 2)
+        hide = (key > column[:, None]) | (key < pad[:, None, None]) & (key != column[:, None])
+        bias = torch.zeros(b, 1, 1, s, seen, dtype=self.cache.dtype, device=ids.device)
+        bias = bias.masked_fill(hide[:, None, None], float("-inf"))
+        bias = bias.expand(b, 1, group, s, seen).reshape(b, 1, group * s, seen).expand(b, kv, -1, -1)
+        angle = position[..., None, None] * self.theta ** (-torch.arange(0, d, 2, device=ids.device) / d)
+        cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([-angle.sin(), angle.sin()], -1)
+        x = F.embedding(ids, model.embed_tokens.weight)
+        for layer, cache, qkv, gate_up in zip(model.layers, self.cache, self.qkv, self.gate_up, strict=True):
+            u = F.linear(self.norm(x, layer.input_layernorm), qkv).view(b, s, -1, d)
+            turn = u[:, :, :-kv]
+            turn = torch.addcmul(turn * cos, turn.roll(d // 2, -1), sin).to(x.dtype)
+            cache[0, :b, :, start : start + s] = turn[:, :, -kv:].transpose(1, 2)
+            cache[1, :b, :, start : start + s] = u[:, :, -kv:].transpose(1, 2)
             # The query heads that share a KV head become further query rows: no copy of K and V.
-            q = q.view(b, s, kv, group, d).permute(0, 2, 3, 1, 4).reshape(b, kv, group * s, d)
-            o = F.scaled_dot_product_attention(q, cache[0, :b, :, :seen], cache[1, :b, :, :seen], attn_mask=mask)
+            q = turn[:, :, :-kv].view(b, s, kv, group, d).permute(0, 2, 3, 1, 4).reshape(b, kv, group * s, d)
+            o = F.scaled_dot_product_attention(q, cache[0, :b, :, :seen], cache[1, :b, :, :seen], attn_mask=bias)
             o = o.view(b, kv, group, s, d).permute(0, 3, 1, 2, 4).reshape(b, s, -1)
-            x = x + att.o_proj(o)
-            u = rms(x, layer.post_attention_layernorm.weight, self.eps)
-            x = x + mlp.down_proj(F.silu(mlp.gate_proj(u)) * mlp.up_proj(u))
-        return self.model.lm_head(rms(x[:, -1], self.model.model.norm.weight, self.eps))
+            x = x + layer.self_attn.o_proj(o)
+            gate, up = F.linear(self.norm(x, layer.post_attention_layernorm), gate_up).chunk(2, -1)
+            x = x + layer.mlp.down_proj(F.silu(gate) * up)
+        return self.model.lm_head(self.norm(x[:, -1], model.norm))
 
     def keep(self, rows: Tensor, seen: int) -> None:
         """Drop finished sequences: row i becomes old row rows[i]."""
@@ -80,6 +97,7 @@ class Decoder:
             cache[: len(rows), :, :seen] = cache[rows, :, :seen]
 
     @torch.inference_mode()
+    @sdpa_kernel(BACKENDS)
     def generate(self, prompts: list[np.ndarray], temperature: np.ndarray, limit: int, stop: int, seed: int) -> list[np.ndarray]:
         """Continue every prompt up to and including `stop`, at most `limit` tokens (temperature 0: greedy)."""
         device = self.cache.device
@@ -92,14 +110,16 @@ class Decoder:
         heat = torch.from_numpy(temperature.astype(np.float32)).to(device)[:, None]
         out = torch.full((len(prompts), limit), stop, dtype=torch.int32, device=device)
         alive = torch.arange(len(prompts), device=device)
+        warm = heat[:, 0].nonzero()[:, 0]
         done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
         current = torch.from_numpy(ids).to(device)
         for step in range(limit):
-            logits = self.forward(current, width + step - current.shape[1], pad).float()
-            if temperature.any():
-                gumbel = -torch.empty_like(logits).exponential_(generator=noise).log()
-                logits = torch.where(heat > 0, logits / heat.clamp(min=1e-4) + gumbel, logits)
+            logits = self.forward(current, width + step - current.shape[1], pad)
             token = logits.argmax(-1)
+            if len(warm):
+                scaled = logits[warm].float() / heat[warm]
+                gumbel = torch.empty_like(scaled).exponential_(generator=noise).log_().neg_()
+                token[warm] = (scaled + gumbel).argmax(-1)
             out[alive, step] = torch.where(done, stop, token).int()
             done |= token == stop
             current = token[:, None]
@@ -110,6 +130,7 @@ class Decoder:
                 if len(left) < 0.8 * len(done):
                     self.keep(left, width + step)
                     alive, done, pad, heat, current = alive[left], done[left], pad[left], heat[left], current[left]
+                    warm = heat[:, 0].nonzero()[:, 0]
         answers = []
         for row in out.cpu().numpy():
             end = np.flatnonzero(row == stop)
@@ -133,18 +154,39 @@ def generate_all(
     return answers
 
 
-def cut_loop(tokens: np.ndarray, longest: int = 64, least: int = 24) -> np.ndarray:
+LONGEST_PERIOD, LEAST_REPEATED = 64, 24
+
+
+def cut_loop(tokens: np.ndarray) -> np.ndarray:
     """Cut a text that started to repeat itself: after the second copy of a period that comes three times."""
-    for period in range(1, min(longest, len(tokens) // 2) + 1):
+    for period in range(1, LONGEST_PERIOD + 1):
         same = tokens[period:] == tokens[:-period]
-        need = max(2 * period, least)
-        if len(same) < need:
-            break
+        need = max(2 * period, LEAST_REPEATED)
+        if same.sum() < need:
+            continue
         breaks = np.concatenate([[-1], np.flatnonzero(~same), [len(same)]])
-        run = int(np.argmax(np.diff(breaks) - 1))
-        if breaks[run + 1] - breaks[run] - 1 >= need:
-            tokens = tokens[: breaks[run] + 1 + 2 * period]
+        repeated = np.flatnonzero(np.diff(breaks) - 1 >= need)
+        if len(repeated):
+            tokens = tokens[: breaks[repeated[0]] + 1 + 2 * period]
     return tokens
+
+
+def cut_loops(texts: list[np.ndarray]) -> list[np.ndarray]:
+    """`cut_loop` of many texts; most have too few tokens that equal one a period before, and are skipped together."""
+    order = np.argsort([len(t) for t in texts], kind="stable")
+    cut = list(texts)
+    for i in tqdm(range(0, len(order), 2048), desc="cutting loops"):
+        members = order[i : i + 2048]
+        table = np.tile(-1 - np.arange(len(texts[members[-1]])), (len(members), 1))
+        for row, s in enumerate(members):
+            table[row, : len(texts[s])] = texts[s]
+        suspect = np.zeros(len(members), bool)
+        for period in range(1, min(LONGEST_PERIOD, table.shape[1] - 1) + 1):
+            same = (table[:, period:] == table[:, :-period]).sum(1)
+            suspect |= same >= max(2 * period, LEAST_REPEATED)
+        for s in members[suspect]:
+            cut[s] = cut_loop(texts[s])
+    return cut
 
 
 def normal(text: str) -> str:
@@ -240,7 +282,7 @@ def main(
         del decoder
 
     raw = sum(len(a) for a in answers)
-    answers = [cut_loop(a) for a in answers]
+    answers = cut_loops(answers)
     print(f"{raw} answer tokens, {sum(len(a) for a in answers)} after cutting repetition loops")
     for name, flag in (("train", False), ("heldout", True)):
         keep = [i for i, p in enumerate(prompts) if p.heldout == flag and len(answers[i]) >= 8]

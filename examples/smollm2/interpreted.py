@@ -88,7 +88,12 @@ class InterpretedHead:
         return y.view(b, t, -1), kv
 
     def chains(self, exact: PagedKV, sequence: Tensor, place: Tensor, depth: int) -> PagedKV:
-        """The cache in which chains (sequence[m], place[m]) continue to `depth`: their own rows are still empty."""
+        """The cache in which chains (sequence[m], place[m]) continue to `depth`; their own rows are still empty.
+
+        Columns 0..T-1 of a chain's table hold exact rows, the chain's last one at T-1, then its own rows follow. Columns
+        before its first row are never seen; they name the sequence's later rows, since a block that all chains name
+        would be slow in the backward pass.
+        """
         _, b, heads, t, dim = exact.k.shape
         m, device = len(place), place.device
         own = exact.k.new_zeros(1, m * (depth - 1), heads, 1, dim)
@@ -96,24 +101,21 @@ class InterpretedHead:
         def spread(x: Tensor) -> Tensor:
             return torch.cat([x.permute(0, 1, 3, 2, 4).reshape(1, b * t, heads, 1, dim), own], dim=1)
 
-        column = torch.arange(t + depth - 1, device=device)
-        later = column - place[:, None] - 1
-        table = sequence[:, None] * t + column
-        mine = b * t + later.clamp(min=0) * m + torch.arange(m, device=device)[:, None]
+        shared = sequence[:, None] * t + (torch.arange(t, device=device) + place[:, None] + 1) % t
+        mine = b * t + torch.arange(m * (depth - 1), device=device).view(depth - 1, m).T
         return PagedKV(
             k=spread(exact.k),
             v=spread(exact.v),
             slot=torch.zeros(m, device=device, dtype=torch.int32),
             seq=torch.arange(m, device=device, dtype=torch.int32),
-            table=torch.where(later < 0, table, mine.clamp(max=b * t + m * (depth - 1) - 1)).int(),
-            start=torch.zeros(m, device=device, dtype=torch.int32),
-            length=(place + 1).int(),
+            table=torch.cat([shared, mine], dim=1).int(),
+            start=(t - 1 - place).int(),
+            length=torch.full((m,), t, device=device, dtype=torch.int32),
         )
 
     def deeper(
-        self, weights: Mapping[str, Tensor], token: Tensor, hidden: Tensor, place: Tensor, depth: int, kv: PagedKV
+        self, weights: Mapping[str, Tensor], token: Tensor, hidden: Tensor, position: Tensor, kv: PagedKV
     ) -> tuple[Tensor, PagedKV]:
-        """Depth >= 2 of every chain: token is t_(place+depth), hidden what the chain's last depth gave."""
-        slot = kv.table.gather(1, (place + depth - 1)[:, None].long())[:, 0]
-        kv = replace(kv, slot=slot, length=(place + depth).int())
-        return self._run(weights, token, hidden, place + depth, kv)
+        """The next depth of every chain, from the last draft's token, its position, and the hidden made with it."""
+        slot = kv.table.gather(1, kv.length[:, None].long())[:, 0]
+        return self._run(weights, token, hidden, position, replace(kv, slot=slot, length=kv.length + 1))

@@ -54,7 +54,7 @@ def test_interpreter_and_plain_torch_agree(case):
         if depth == 1:
             torch.testing.assert_close(y, plain[:, :-1])
         else:
-            current, kv = head.deeper(weights, ids[sequence, place + depth], current, place, depth, kv)
+            current, kv = head.deeper(weights, ids[sequence, place + depth], current, place + depth, kv)
         torch.testing.assert_close(current, plain[sequence, place], rtol=1e-4, atol=1e-5)
     for result in (current, plain[sequence, place]):
         gradients.append(torch.autograd.grad(result.square().sum(), list(weights.values()), retain_graph=True))

@@ -125,7 +125,7 @@ class Trainer:
             current = y[sequence, place]
             kv = self.head.chains(cache, sequence, place, depth)
             for d in range(2, depth + 1):
-                current, kv = self.head.deeper(self.weights, ids[sequence, place + d], current, place, d, kv)
+                current, kv = self.head.deeper(self.weights, ids[sequence, place + d], current, place + d, kv)
                 loss, right = self.loss(current, self.lm_head, teacher, sequence * t + place + d, hard)
                 weight = torch.where(alive, 1.0, missed)
                 total = total + depth_weights[d - 1] * (loss * weight).sum() / weight.sum()
@@ -141,6 +141,7 @@ def main(
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     epochs: Annotated[float, typer.Option(help="Passes over the text.")] = 8,
     max_steps: Annotated[int, typer.Option(help="Stop the schedule at this many steps (0: no limit).")] = 0,
+    minutes: Annotated[float, typer.Option(help="End the schedule after this time at the latest (0: no limit).")] = 0,
     budget: Annotated[int, typer.Option(help="Tokens a step, padding included.")] = 16384,
     chains: Annotated[int, typer.Option(help="Chains a step that go on to depth 2 and more.")] = 4096,
     depth_weights: Annotated[str, typer.Option(help="Loss weight of each draft depth.")] = "1,0.8,0.6",
@@ -149,6 +150,7 @@ def main(
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     decay: Annotated[float, typer.Option(help="AdamW weight decay of matrices.")] = 0.01,
     seed: Annotated[int, typer.Option(help="Seeds everything random.")] = SEED,
+    ffn: Annotated[int, typer.Option(help="Width of the head's FFN (0: the target's).")] = 0,
     copy: Annotated[bool, typer.Option(help="Start from the target's last layer instead of random matrices.")] = False,
     compiled: Annotated[bool, typer.Option(help="torch.compile the loss (not the head's forward).")] = True,
 ) -> None:
@@ -158,6 +160,7 @@ def main(
     on_gpu = device.startswith("cuda")
     model, _ = load_target(target, torch.bfloat16 if on_gpu else torch.float32, device)
     config = head_config(model)
+    config["intermediate_size"] = ffn or config["intermediate_size"]
     corpus = Corpus.load(data / "train")
     weights = initial_weights(config, model, seed, device, copy)
     trainer = Trainer(model, corpus, weights, config, compiled and on_gpu)
@@ -173,32 +176,31 @@ def main(
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=on_gpu)
     warmup = min(200, steps // 10 + 1)
 
-    def factor(step: int) -> float:
-        return min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * min(step / steps, 1.0))))
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    began, history, step = time.time(), [], 0
+    began, history, step, progress = time.time(), [], 0, 0.0
     bar = tqdm(total=steps, desc="training", mininterval=5)
     recent = torch.zeros(1 + len(per_depth), device=device)
-    while step < steps:
+    while progress < 1:
         for members in batches(corpus.lengths(), budget, 64, rng):
+            for group in optimizer.param_groups:
+                group["lr"] = lr * min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * progress)))
             loss, agreement = trainer.step(members, per_depth, chains, missed, hard, torch_rng)
             optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            # A batch of left-overs counts for what it holds.
+            (loss * min(1.0, len(members) * int(corpus.lengths()[members].max()) / budget)).backward()
             torch.nn.utils.clip_grad_norm_(list(weights.values()), 1.0)
             optimizer.step()
-            schedule.step()
             step += 1
+            progress = max(step / steps, (time.time() - began) / (60 * minutes) if minutes else 0.0)
             if len(agreement) == len(per_depth):
                 recent = recent * 0.98 + 0.02 * torch.cat([loss.detach()[None], agreement])
             bar.update()
-            if step % 100 == 0 or step == steps:
+            if step % 100 == 0 or progress >= 1:
                 scale = 1 - 0.98**step
                 shown = [round(x / scale, 4) for x in recent.tolist()]
                 expected = 1 + sum(math.prod(shown[1 : k + 1]) for k in range(1, len(shown)))
                 bar.set_postfix(loss=shown[0], agree=shown[1:], length=round(expected, 3))
                 history.append({"step": step, "loss": shown[0], "agreement": shown[1:], "seconds": round(time.time() - began, 1)})
-            if step == steps:
+            if progress >= 1:
                 break
     bar.close()
     for line in history[:: max(1, len(history) // 12)] + history[-1:]:
@@ -209,8 +211,8 @@ def main(
         "seed": seed,
         "chats": len(corpus),
         "answer_tokens": len(corpus.tokens) - int(corpus.prompt_len.sum()),
-        "epochs": round(steps / per_epoch, 2),
-        "steps": steps,
+        "epochs": round(step / per_epoch, 2),
+        "steps": step,
         "tokens_per_step": budget,
         "chains_per_step": chains,
         "depth_weights": per_depth,

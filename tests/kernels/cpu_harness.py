@@ -17,18 +17,17 @@ def declare(name, shape, dtype):
     return T.arg(name, T.buffer(shape, dtype, align=size, buffer_name=name))
 
 
-def compile_cases(cases, folder, mcpu=None):
+def compile_cases(cases, folder, mcpu=None, lanes=None, compiler=None):
     """cases: {name: emit(lanes)}; `emit` declares its arguments and calls emitters. Returns the loaded library."""
     target = build.cpu_target(mcpu)
-    lanes = build.vector_lanes(target)
-    with IRBuilder() as builder:
-        with I.ir_module():
-            for name, emit in cases.items():
-                with T.prim_func():
-                    T.func_name(name)
-                    emit(lanes)
+    lanes = lanes or build.vector_lanes(target)
+    with IRBuilder() as builder, I.ir_module():
+        for name, emit in cases.items():
+            with T.prim_func():
+                T.func_name(name)
+                emit(lanes)
     path = folder / "kernels.so"
-    build.build_library(builder.get(), path, target)
+    build.build_library(builder.get(), path, target, compiler=compiler)
     library = tvm_ffi.load_module(str(path))
     assert library["circuitgraph_init"](torch.get_num_threads()) is True
     return library

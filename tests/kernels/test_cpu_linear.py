@@ -64,9 +64,7 @@ def head(n, vocabulary, dtype, masked=False):
             declare("total", (tasks, n), "float32"),
         )
         allowed = declare("allowed", (n, -(-vocabulary // 32)), "int32") if masked else None
-        top1.emit_linear_top1(
-            x, w, token, logprob, scratch, n=n, lanes=lanes, allowed=allowed, task_columns=64
-        )
+        top1.emit_linear_top1(x, w, token, logprob, scratch, n=n, lanes=lanes, allowed=allowed, task_columns=64)
 
     return emit
 
@@ -111,7 +109,7 @@ def test_weights_need_no_alignment(library):
     assert_close(y, x.double() @ w.double().T)
 
 
-@pytest.mark.parametrize("n", (1, 5))
+@pytest.mark.parametrize("n", [1, 5])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_epilogues_and_several_projections(library, n, dtype):
     x, g, u, w = random((n, 48)), random((40, 48), dtype, 1), random((40, 48), dtype, 2), random((19, 48), dtype, 3)

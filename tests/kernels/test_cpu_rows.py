@@ -40,9 +40,10 @@ def emit_norm(shape, dtype, plus_one):
 def emit_rope(n, heads, dim, half, interleaved):
     def emit(lanes):
         positions = T.int32()
-        x, out = declare("x", (n, heads, dim), "float32"), declare("out", (n, heads, dim), "float32")
+        x = declare("x", (n, heads, dim), "float32")
         cos, sin = declare("cos", (positions, half), "float32"), declare("sin", (positions, half), "float32")
-        rows.emit_rope(x, cos, sin, declare("p", (n,), "int32"), out, lanes=lanes, interleaved=interleaved)
+        at, out = declare("positions", (n,), "int32"), declare("out", (n, heads, dim), "float32")
+        rows.emit_rope(x, cos, sin, at, out, lanes=lanes, interleaved=interleaved)
 
     return emit
 
@@ -119,7 +120,7 @@ def test_elementwise(library, op, shape, dtype):
     assert_close(out, function(*(x.double() for x in inputs)), dtype)
 
 
-@pytest.mark.parametrize("plus_one", (False, True))
+@pytest.mark.parametrize("plus_one", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", NORMS)
 def test_rms_norm(library, shape, dtype, plus_one):
@@ -191,3 +192,12 @@ def test_bf16_rounds_like_torch(library):
     ones = torch.full_like(x, 1.0)
     library[name("add", (17, 1024), "bfloat16")](x, ones, out)
     assert torch.equal(out, x + ones)
+
+
+def test_bf16_keeps_nan_and_infinity(library):
+    x = torch.zeros(3, 37, dtype=torch.bfloat16)
+    x[0, :3] = torch.tensor([float("nan"), float("inf"), float("-inf")])
+    x[0, 36] = float("nan")
+    out = torch.zeros_like(x)
+    library[name("copy", (3, 37), "bfloat16")](x, out)
+    torch.testing.assert_close(out, x, equal_nan=True)

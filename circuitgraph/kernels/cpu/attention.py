@@ -73,9 +73,8 @@ def emit_attention(
             begin, end = T.bind(first), T.bind(last)
         head = _Heads(q, k_cache, v_cache, group, dim, lanes, scale)
         head.reset()
-        with T.If(begin < end):
-            with T.Then():
-                head.run(row, kv_head, block_table, T.bind(T.BufferLoad(sequence, [row])), begin, end)
+        with T.If(begin < end), T.Then():
+            head.run(row, kv_head, block_table, T.bind(T.BufferLoad(sequence, [row])), begin, end)
         for g in range(group):
             query_head = kv_head * group + g
             if splits == 1:
@@ -92,9 +91,8 @@ def _row_bounds(bounds, sequence, start, length, row):
     """bounds = [first, last) visible rows; an idle row (length 0) has none, whatever its sequence index says."""
     T.buffer_store(bounds, T.int32(0), [0])
     T.buffer_store(bounds, T.BufferLoad(length, [row]), [1])
-    with T.If(T.BufferLoad(length, [row]) > 0):
-        with T.Then():
-            T.buffer_store(bounds, T.max(T.BufferLoad(start, [T.BufferLoad(sequence, [row])]), T.int32(0)), [0])
+    with T.If(T.BufferLoad(length, [row]) > 0), T.Then():
+        T.buffer_store(bounds, T.max(T.BufferLoad(start, [T.BufferLoad(sequence, [row])]), T.int32(0)), [0])
 
 
 class _Heads:
@@ -135,14 +133,14 @@ class _Heads:
                 block, slot = T.bind(T.BufferLoad(cursor, [0])), T.bind(T.BufferLoad(cursor, [1]))
                 T.buffer_store(blocks, T.BufferLoad(block_table, [sequence, block]), [t])
                 T.buffer_store(slots, slot, [t])
-                more = T.bind(T.Cast("int32", first + (t + 1) < end))
-                wraps = T.bind(more * T.Cast("int32", slot + 1 >= block_size))
+                more = v.hold(T.Cast("int32", first + (t + 1) < end))
+                wraps = v.hold(more * T.Cast("int32", slot + 1 >= block_size))
                 T.buffer_store(cursor, block + wraps, [0])
                 T.buffer_store(cursor, T.Select(T.NE(wraps, 0), T.int32(0), slot + more), [1])
             # 64-bit: a cache may hold more than 2^31 elements.
             row_blocks = [T.bind(T.Cast("int64", T.BufferLoad(blocks, [t]))) for t in range(lanes)]
             row_slots = [T.bind(T.BufferLoad(slots, [t])) for t in range(lanes)]
-            valid = T.bind(v.iota(first, lanes) < v.splat(end, lanes))
+            valid = v.iota(first, lanes) < v.splat(end, lanes)
             at = [(row_blocks[t], kv_head, row_slots[t]) for t in range(lanes)]
             for g in range(self.group):
                 self._absorb_tile(g, at, valid)
@@ -156,15 +154,15 @@ class _Heads:
 
     def _absorb_tile(self, g, at, valid):
         lanes = self.lanes
-        scores = T.bind(T.Select(valid, self._scores(g, at), v.splat(v.NEGATIVE_INFINITY, lanes)))
+        scores = v.hold(T.Select(valid, self._scores(g, at), v.splat(v.NEGATIVE_INFINITY, lanes)))
         old = T.bind(T.BufferLoad(self.largest, [g]))
-        new = T.bind(T.max(old, v.lane_fold(scores, T.max)))
+        new = v.hold(T.max(old, v.lane_fold(scores, T.max)))
         # A tile has a valid row, so `new` is finite unless scores are not; exp(-inf - finite) is zero.
         weights = v.exp(scores - v.splat(new, lanes), lanes)
         shrink = v.exp(old - new)
         T.buffer_store(self.largest, new, [g])
         T.buffer_store(self.total, T.BufferLoad(self.total, [g]) * shrink + v.lane_sum(weights), [g])
-        shares = [T.bind(v.lane(weights, t)) for t in range(lanes)]
+        shares = [v.hold(v.lane(weights, t)) for t in range(lanes)]
 
         def add_values(d, width):
             total = v.load(self.sums, [g, d], width) * v.splat(shrink, width)
@@ -202,19 +200,15 @@ class _Heads:
     def write(self, g, out, at):
         """The finished head; zeros where no row was visible."""
         total = T.bind(T.BufferLoad(self.total, [g]))
-        inverse = T.bind(_safe_inverse(total))
+        inverse = v.hold(_safe_inverse(total))
         self._each_column(
-            lambda d, width: v.store(
-                out, [*at, d], v.load(self.sums, [g, d], width) * v.splat(inverse, width), width
-            )
+            lambda d, width: v.store(out, [*at, d], v.load(self.sums, [g, d], width) * v.splat(inverse, width), width)
         )
 
     def write_partial(self, g, stats, partial, at):
         T.buffer_store(stats, T.BufferLoad(self.largest, [g]), [*at, 0])
         T.buffer_store(stats, T.BufferLoad(self.total, [g]), [*at, 1])
-        self._each_column(
-            lambda d, width: v.store(partial, [*at, d], v.load(self.sums, [g, d], width), width)
-        )
+        self._each_column(lambda d, width: v.store(partial, [*at, d], v.load(self.sums, [g, d], width), width))
 
 
 def _safe_inverse(total):
@@ -227,16 +221,14 @@ def _combine(stats, partial, out, row, head, splits, dim, lanes):
     maxima = [T.bind(T.BufferLoad(stats, [row, head, s, 0])) for s in range(splits)]
     largest = maxima[0]
     for value in maxima[1:]:
-        largest = T.bind(T.max(largest, value))
+        largest = v.hold(T.max(largest, value))
     # An empty piece has -inf and total 0; exp(-inf - largest) is 0, but for an empty row it would be NaN.
     empty = T.bind(T.EQ(largest, T.float32(v.NEGATIVE_INFINITY)))
-    factors = [
-        T.bind(T.Select(empty, T.float32(0), v.exp(T.Select(empty, T.float32(0), value - largest)))) for value in maxima
-    ]
+    factors = [v.hold(T.Select(empty, T.float32(0), v.exp(T.Select(empty, T.float32(0), value - largest)))) for value in maxima]
     total = T.float32(0)
     for s, factor in enumerate(factors):
         total = total + T.BufferLoad(stats, [row, head, s, 1]) * factor
-    inverse = T.bind(_safe_inverse(T.bind(total)))
+    inverse = v.hold(_safe_inverse(v.hold(total)))
 
     def emit(d, width):
         value = v.splat(0.0, width)
@@ -259,16 +251,15 @@ def emit_kv_append(k, value, k_cache, v_cache, slot, *, n, lanes):
     with T.serial(0, n) as row:
         target = T.bind(T.BufferLoad(slot, [row]))
         block = T.bind(T.floordiv(target, block_size))
-        with T.If(T.And(target >= 0, block < blocks)):
-            with T.Then():
-                offset = T.bind(target - block * block_size)
-                block = T.bind(T.Cast("int64", block))
-                with T.serial(0, kv_heads) as head:
-                    for source, cache in pairs:
-                        v.for_columns(
-                            dim,
-                            lanes,
-                            lambda d, width, source=source, cache=cache: v.store(
-                                cache, [block, head, offset, d], v.load(source, [row, head, d], width), width
-                            ),
-                        )
+        with T.If(T.And(target >= 0, block < blocks)), T.Then():
+            offset = T.bind(target - block * block_size)
+            block = T.bind(T.Cast("int64", block))
+            with T.serial(0, kv_heads) as head:
+                for source, cache in pairs:
+                    v.for_columns(
+                        dim,
+                        lanes,
+                        lambda d, width, source=source, cache=cache: v.store(
+                            cache, [block, head, offset, d], v.load(source, [row, head, d], width), width
+                        ),
+                    )

@@ -37,7 +37,10 @@ class CpuBackend:
     def build(self, module: tvm.IRModule, folder: Path) -> Built:
         library = folder / "kernels.so"
         compiled = build.build_library(module, library, self.tvm_target)
-        return Built(library, {"llvm": compiled.inspect_source("ll"), "asm": compiled.inspect_source("asm")})
+        return Built(library, {"ll": compiled.inspect_source("ll"), "s": compiled.inspect_source("asm")})
+
+    def script(self, module: tvm.IRModule, plan: Plan) -> str:
+        return module[plan.symbol].script()
 
     def description(self) -> dict[str, Any]:
         return {
@@ -46,6 +49,11 @@ class CpuBackend:
             "features": list(build.cpu_features(self.tvm_target)),
             "lanes": self.lanes,
         }
+
+
+def make_backend(target: Target) -> CpuBackend:
+    """What `target.backend_of` calls."""
+    return CpuBackend(target)
 
 
 def _emit_function(plan: Plan, lanes: int) -> None:

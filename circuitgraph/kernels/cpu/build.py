@@ -6,8 +6,10 @@ import tempfile
 from pathlib import Path
 
 import tvm
-import tvm_ffi
+from tvm import tirx
 from tvm.target import codegen
+from tvm.tirx import compilation_pipeline
+from tvm_ffi import libinfo
 
 LAUNCHER = Path(__file__).with_name("launcher.cpp")
 
@@ -19,6 +21,33 @@ _RELEVANT_FEATURES = ("sse4.2", "avx", "f16c", "fma", "avx2", "avx512f", "avx512
 
 # The three runtime pointers stay hidden: libtvm_runtime, if loaded, overwrites those it can see.
 _EXPORTS = "{ global: __tvm_ffi_*; local: *; };\n"
+
+
+_PIPELINE = "circuitgraph_cpu"
+
+
+def _pipeline():
+    """The passes that emitted code needs and no others: it has no blocks, and LLVM simplifies.
+
+    TVM's own pipelines simplify first, which substitutes every T.bind of a pure value into its uses. A chain of
+    reductions or an exp, where each value is used a few times, then grows exponentially: minutes for one attention.
+    """
+    passes = [
+        tirx.transform.FlattenBuffer(),
+        tirx.transform.VectorizeLoop(),
+        tirx.transform.AnnotateEntryFunc(),
+        tirx.transform.SplitHostDevice(),
+        tirx.transform.MakePackedAPI(),
+        tirx.transform.BF16StorageLegalize(),
+    ]
+    return (
+        tvm.ir.transform.Sequential(passes),
+        compilation_pipeline.finalize_host_passes,
+        compilation_pipeline.finalize_device_passes,
+    )
+
+
+compilation_pipeline.register_tir_pipeline(_PIPELINE, _pipeline)
 
 
 class BuildError(RuntimeError):
@@ -56,8 +85,7 @@ def build_library(module, path, target, *, compiler=None):
     compiler = compiler or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
     if compiler is None:
         raise BuildError("no C++ compiler found: install g++ or clang++, or pass compiler=")
-    # "tirx" and not the default "s_tir" pipeline: there are no blocks here, and StorageRewrite would merge locals.
-    library = tvm.tirx.build(module, target=target, pipeline="tirx")
+    library = tvm.tirx.build(module, target=target, pipeline=_PIPELINE)
     with tempfile.TemporaryDirectory() as folder:
         kernels, exports = Path(folder, "kernels.o"), Path(folder, "exports.map")
         library.write_to_file(str(kernels), "o")
@@ -66,13 +94,14 @@ def build_library(module, path, target, *, compiler=None):
         command += [f"-I{include}" for include in _include_paths()]
         command += [str(LAUNCHER), str(kernels), f"-Wl,--version-script={exports}", "-Wl,-z,noexecstack"]
         command += ["-ldl", "-lpthread", "-lm", "-o", str(path)]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise BuildError(f"the C++ compiler {compiler} does not start: {error}") from error
     if result.returncode != 0:
         raise BuildError(f"{' '.join(command)}\n{result.stderr}")
     return library
 
 
 def _include_paths():
-    from tvm_ffi import libinfo
-
     return [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]

@@ -5,17 +5,25 @@ rows in groups of `tile.rows`; the weight rows come from memory for the first gr
 others. A dot product is kept as one vector of partial sums, first in registers, then in a local array: the sums of
 a whole vector of columns are then formed together, so the epilogue sees whole vectors of columns whatever the tile.
 
+More than one activation row, or any in 16 bits, is first packed as fp32 so that what one step along K needs is
+adjacent: rows whose distance is a multiple of 4 KB would otherwise fight for the same few lines of the L1 cache.
+
 One weight row at a time is best while memory is the limit: the hardware prefetchers follow one sequential stream
 much better than several interleaved ones (27 against 20 GB/s for 49152x576 on a 2-core EPYC Milan).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from tvm.tirx.script import builder as T
 
 from . import vector as v
+
+L1_ACTIVATION_BYTES = 20 * 1024
+# Elements of x from which packing it pays for a launch of its own.
+PARALLEL_PACKING = 65536
 
 
 @dataclass(frozen=True)
@@ -46,14 +54,19 @@ class Tile:
     prefetch: int = 4096
 
 
-def default_tile(n, weights, lanes):
-    """The tile that measured best for n rows and `weights` weights per projection."""
-    registers = 24 if lanes == 16 else 12
-    if n <= 8:
-        rows = min(n, max(1, 8 // weights))
-        return Tile(columns=1, rows=_even_groups(n, rows), chains=max(1, 4 // (rows * weights)))
+def default_tile(n, weights, lanes, k=None):
+    """The tile that measured best for n rows of K elements and `weights` weights per projection.
+
+    While the activations fit in half of a 32 KB L1 cache, one weight row at a time passes over them; beyond that,
+    two at a time, so that the activations come from L2 half as often.
+    """
+    if n <= 8 and (k is None or n * k * 4 <= L1_ACTIVATION_BYTES):
+        rows = _even_groups(n, max(1, 8 // weights))
+        return Tile(columns=1, rows=rows, chains=max(1, 4 // (rows * weights)))
     columns = max(1, 2 // weights)
-    return Tile(columns=columns, rows=_even_groups(n, registers // (columns * weights)), unroll=2)
+    limit = (24 if lanes == 16 else 12) // (columns * weights)
+    rows = _even_groups(n, max(1, 8 // (columns * weights)) if n <= 8 else limit)
+    return Tile(columns=columns, rows=rows, chains=max(1, 4 // (rows * columns * weights)))
 
 
 def _even_groups(n, limit):
@@ -62,13 +75,64 @@ def _even_groups(n, limit):
     return -(-n // groups)
 
 
-def emit_linear(x, projections, *, n, lanes, block=16, tile=None):
+def linear_scratch_floats(n, k, lanes, tile):
+    """float32 elements that `emit_linear` and `emit_linear_top1` need for the packed activations."""
+    rows = min(tile.rows, n)
+    return -(-n // rows) * rows * -(-k // lanes) * lanes
+
+
+class Activations:
+    """The rows of x as the inner loop reads them: fp32 vectors of `lanes`, zero beyond K, in groups of `rows`.
+
+    Made outside the parallel loop. `scratch`: a float32 buffer of `linear_scratch_floats` elements; without one,
+    each call takes memory from the launcher. One fp32 row of whole vectors is read in place.
+    """
+
+    def __init__(self, x, *, n, lanes, rows, scratch=None):
+        self.n, self.k, self.lanes, self.rows = n, int(x.shape[1]), lanes, min(rows, n)
+        self.vectors = -(-self.k // lanes)
+        groups = -(-n // self.rows)
+        shape = (groups, self.vectors, self.rows, lanes)
+        if n == 1 and v.dtype_of(x) == "float32" and self.k % lanes == 0:
+            self.packed = T.decl_buffer(shape, "float32", data=x.data, elem_offset=x.elem_offset)
+            return
+        if scratch is None:
+            self.packed = T.alloc_buffer(shape, "float32")
+        else:
+            self.packed = T.decl_buffer(shape, "float32", data=scratch.data, elem_offset=scratch.elem_offset)
+        self._pack(v.bits_of(x))
+
+    def _pack(self, x):
+        whole = self.k // self.lanes
+        loop = T.parallel if self.n * self.k >= PARALLEL_PACKING else T.serial
+        with loop(0, self.n) as row:
+            group, member = T.floordiv(row, self.rows), T.floormod(row, self.rows)
+            if whole:
+                with T.serial(0, whole) as i:
+                    v.store(self.packed, [group, i, member, 0], v.load(x, [row, i * self.lanes], self.lanes), self.lanes)
+            if whole < self.vectors:
+                rest = vector_of_rest(x, [row, whole * self.lanes], self.k - whole * self.lanes, self.lanes)
+                v.store(self.packed, [group, whole, member, 0], rest, self.lanes)
+
+    def load(self, group, vector, member):
+        return v.load(self.packed, [group, vector, member, 0], self.lanes)
+
+
+def vector_of_rest(buffer, indices, count, lanes):
+    """The last `count` < lanes elements of a row, filled up with zeros; reads nothing behind them."""
+    values = [v.load(buffer, [*indices[:-1], indices[-1] + i]) for i in range(count)]
+    return T.Shuffle(values + [T.float32(0)] * (lanes - count), list(range(lanes)))
+
+
+def emit_linear(x, projections, *, n, lanes, block=16, tile=None, scratch=None):
     """All `projections` of x in one parallel launch.
 
     x: [n, K] float32/float16/bfloat16; weights: [N, K] of any of these, N may differ between projections.
+    scratch: see `Activations`. Without `tile`, the default for the projection with the most weights.
     """
     k = int(x.shape[1])
-    x = v.bits_of(x)
+    tile = tile or default_tile(n, max(len(projection.weights) for projection in projections), lanes, k)
+    activations = Activations(x, n=n, lanes=lanes, rows=tile.rows, scratch=scratch)
     jobs = []
     first_block = 0
     for projection in projections:
@@ -93,7 +157,7 @@ def emit_linear(x, projections, *, n, lanes, block=16, tile=None):
 
     def emit_blocks(index, blocks, columns, weights, epilogue):
         def emit_block(width):
-            sums = DotBlock(x, weights, width, n=n, k=k, lanes=lanes, tile=tile)
+            sums = DotBlock(activations, weights, width, tile)
             sums.emit(index * block)
             with T.serial(0, n) as row:
                 v.for_columns(
@@ -117,19 +181,20 @@ def emit_linear(x, projections, *, n, lanes, block=16, tile=None):
 
 
 class DotBlock:
-    """The dot products of all n rows of x with `width` adjacent rows of each weight, inside one task.
+    """The dot products of all rows of x with `width` adjacent rows of each weight, inside one task.
 
-    `x` and `weights` are passed through `vector.bits_of` by the caller. `emit(first)` computes columns
-    first..first+width-1; `take(row, column, group)` then reads `group` of them (lanes or 1), `column` counted from
-    `first`, as one fp32 vector per weight.
+    The caller passes `weights` through `vector.bits_of`. `emit(first)` computes columns first..first+width-1;
+    `take(row, column, group)` then reads `group` of them (lanes or 1), `column` counted from `first`, as one fp32
+    vector per weight.
     """
 
-    def __init__(self, x, weights, width, *, n, k, lanes, tile=None):
-        self.x, self.weights, self.width = x, weights, width
-        self.n, self.k, self.lanes = n, k, lanes
-        tile = tile or default_tile(n, len(weights), lanes)
-        self.tile = replace(tile, rows=min(tile.rows, n))
-        self.partial = v.local_array((len(weights), n, width), v.vector_type("float32", lanes))
+    def __init__(self, activations, weights, width, tile):
+        self.x, self.weights, self.width = activations, weights, width
+        self.k, self.lanes = activations.k, activations.lanes
+        self.tile = replace(tile, rows=activations.rows)
+        self.partial = v.local_array((len(weights), activations.n, width), v.vector_type("float32", self.lanes))
+        # 64-bit: a weight may hold more than 2^31 elements.
+        self.wide = self.k * int(weights[0].shape[0]) >= 2**31
 
     def emit(self, first):
         whole, rest = divmod(self.width, self.tile.columns)
@@ -148,85 +213,68 @@ class DotBlock:
 
     def _emit_rows(self, first, column, tile):
         """One tile of columns for all rows, in groups of tile.rows; later groups find the weights in the cache."""
-        groups, rest = divmod(self.n, tile.rows)
+        groups, rest = divmod(self.x.n, tile.rows)
         cached = replace(tile, prefetch=0)
         self._emit_tile(first, column, 0, tile)
         if groups == 2:
-            self._emit_tile(first, column, tile.rows, cached)
+            self._emit_tile(first, column, 1, cached)
         elif groups > 2:
             with T.serial(1, groups) as group:
-                self._emit_tile(first, column, group * tile.rows, cached)
+                self._emit_tile(first, column, group, cached)
         if rest:
-            self._emit_tile(first, column, groups * tile.rows, replace(cached, rows=rest))
+            self._emit_tile(first, column, groups, replace(cached, rows=rest))
 
-    def _emit_tile(self, first, column, row, tile):
-        whole = self.k // self.lanes * self.lanes
-        keys = [
-            (w, m, c) for w in range(len(self.weights)) for m in range(tile.rows) for c in range(tile.columns)
-        ]
-        totals = dict.fromkeys(keys)
-        if whole:
-            totals = self._accumulate(first + column, row, tile, keys, 0, whole, self.lanes)
-        if whole < self.k:
-            tails = self._accumulate(first + column, row, tile, keys, whole, self.k, 1)
-            for key, tail in tails.items():
-                tail = _in_lane_zero(tail, self.lanes)
-                totals[key] = totals[key] + tail if whole else tail
-        for (w, m, c), total in totals.items():
-            T.buffer_store(self.partial, total, [w, row + m, column + c])
-
-    def _accumulate(self, column, row, tile, keys, start, stop, width):
-        """Partial sums over K from start to stop in vectors of `width`, for each (weight, row, column) of the tile."""
-        steps = (stop - start) // width
-        unroll, chains = (tile.unroll, tile.chains) if width > 1 else (1, 1)
-        slots = {(key, chain): i for i, (chain, key) in enumerate((h, key) for h in range(chains) for key in keys)}
-        accumulators = v.registers(len(slots), "float32", width)
+    def _emit_tile(self, first, column, group, tile):
+        """Accumulate along K for every (weight, row, column) of the tile, and keep the partial sums."""
+        keys = list(product(range(len(self.weights)), range(tile.rows), range(tile.columns)))
+        slots = {key: i for i, key in enumerate(product(range(tile.chains), keys))}
+        accumulators = v.registers(len(slots), "float32", self.lanes)
         for slot in slots.values():
-            T.buffer_store(accumulators, v.splat(0.0, width), [slot])
+            T.buffer_store(accumulators, v.splat(0.0, self.lanes), [slot])
+        at = first + column
+        at = T.bind(T.Cast("int64", at)) if self.wide else at
 
-        wide = self.k * int(self.weights[0].shape[0]) >= 2**31
-        column = T.bind(T.Cast("int64", column)) if wide else column
-
-        def step(position, chain):
+        def step(vector, chain, load):
             values = {
-                (w, c): T.bind(v.load(weight, [column + c, position], width))
+                (w, c): T.bind(load(weight, [at + c, vector * self.lanes]))
                 for w, weight in enumerate(self.weights)
                 for c in range(tile.columns)
             }
             for m in range(tile.rows):
-                activation = T.bind(v.load(self.x, [row + m, position], width))
+                activation = T.bind(self.x.load(group, vector, m))
                 for (w, c), value in values.items():
-                    slot = slots[(w, m, c), chain]
+                    slot = slots[chain, (w, m, c)]
                     total = T.BufferLoad(accumulators, [slot]) + value * activation
                     T.buffer_store(accumulators, total, [slot])
 
-        rounds = steps // unroll
+        whole, rest = divmod(self.k, self.lanes)
+        rounds = whole // tile.unroll
         if rounds:
             with T.serial(0, rounds) as i:
-                if tile.prefetch and width > 1:
-                    self._prefetch(column, start + i * (unroll * width), unroll * width, tile)
-                for u in range(unroll):
-                    step(start + (i * unroll + u) * width, u % chains)
-        for u in range(rounds * unroll, steps):
-            step(start + u * width, u % chains)
-        return {
-            key: sum((T.BufferLoad(accumulators, [slots[key, h]]) for h in range(1, chains)),
-                     T.BufferLoad(accumulators, [slots[key, 0]]))
-            for key in keys
-        }
+                if tile.prefetch:
+                    self._prefetch(at, i * (tile.unroll * self.lanes), tile)
+                for u in range(tile.unroll):
+                    step(i * tile.unroll + u, u % tile.chains, self._load)
+        for vector in range(rounds * tile.unroll, whole):
+            step(vector, vector % tile.chains, self._load)
+        if rest:
+            step(whole, 0, lambda weight, indices: vector_of_rest(weight, indices, rest, self.lanes))
 
-    def _prefetch(self, column, position, elements, tile):
+        for w, m, c in keys:
+            total = T.BufferLoad(accumulators, [slots[0, (w, m, c)]])
+            for chain in range(1, tile.chains):
+                total = total + T.BufferLoad(accumulators, [slots[chain, (w, m, c)]])
+            T.buffer_store(self.partial, total, [w, group * self.tile.rows + m, column + c])
+
+    def _load(self, weight, indices):
+        return v.load(weight, indices, self.lanes)
+
+    def _prefetch(self, row, position, tile):
         """Ask for what lies tile.prefetch bytes ahead; the address may lie past the end, so it is never loaded."""
         for weight in self.weights:
             size = weight.dtype.itemsize
             for c in range(tile.columns):
-                start = T.Cast("int64", column + c) * (self.k * size) + T.Cast("int64", position) * size
-                for offset in range(0, elements * size, 64):
-                    at = start + (tile.prefetch + offset)
-                    pointer = T.handle_add_byte_offset(weight.data, at)
+                start = T.Cast("int64", row + c) * (self.k * size) + T.Cast("int64", position) * size
+                for offset in range(0, tile.unroll * self.lanes * size, 64):
+                    pointer = T.handle_add_byte_offset(weight.data, start + (tile.prefetch + offset))
                     T.evaluate(T.call_intrin("void", "tirx.prefetch", pointer, 0, 3, 1))
-
-
-def _in_lane_zero(value, lanes):
-    zero = T.float32(0)
-    return value if lanes == 1 else T.Shuffle([value] + [zero] * (lanes - 1), list(range(lanes)))

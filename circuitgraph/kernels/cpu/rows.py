@@ -134,9 +134,7 @@ def emit_embedding(ids, table, out, *, lanes):
                 v.for_columns(
                     columns,
                     lanes,
-                    lambda column, width: v.store(
-                        out, [row, column], v.load(table, [source, column], width), width
-                    ),
+                    lambda column, width: v.store(out, [row, column], v.load(table, [source, column], width), width),
                 )
             with T.Else():
                 v.for_columns(
@@ -151,20 +149,19 @@ def emit_zero_rows(x, marks, value, out, *, lanes):
     rows = shape_of(x)[0]
     x, out = (_fold_after_first(buffer) for buffer in (x, out))
     columns = shape_of(x)[1]
-    with rows_of(rows, columns) as row:
-        with T.If(T.EQ(T.BufferLoad(marks, [row]), T.int32(value))):
-            with T.Then():
-                v.for_columns(
-                    columns,
-                    lanes,
-                    lambda column, width: v.store(out, [row, column], v.splat(0.0, width), width),
-                )
-            with T.Else():
-                v.for_columns(
-                    columns,
-                    lanes,
-                    lambda column, width: v.store(out, [row, column], v.load(x, [row, column], width), width),
-                )
+    with rows_of(rows, columns) as row, T.If(T.EQ(T.BufferLoad(marks, [row]), T.int32(value))):
+        with T.Then():
+            v.for_columns(
+                columns,
+                lanes,
+                lambda column, width: v.store(out, [row, column], v.splat(0.0, width), width),
+            )
+        with T.Else():
+            v.for_columns(
+                columns,
+                lanes,
+                lambda column, width: v.store(out, [row, column], v.load(x, [row, column], width), width),
+            )
 
 
 def _fold_after_first(buffer):
@@ -232,9 +229,7 @@ def emit_rope(x, cos, sin, positions, out, *, lanes, interleaved=False):
                 with T.serial(0, half) as i:
                     rotate(row, head, position, i, 1, 2 * i, 2 * i + 1)
             else:
-                v.for_columns(
-                    half, lanes, lambda i, width: rotate(row, head, position, i, width, i, half + i)
-                )
+                v.for_columns(half, lanes, lambda i, width: rotate(row, head, position, i, width, i, half + i))
             v.for_columns(
                 dim - 2 * half,
                 lanes,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from . import vector as v
-from .linear import DotBlock
+from .linear import Activations, DotBlock, default_tile
 
 _NO_TOKEN = 0x7FFFFFFF
 
@@ -25,7 +25,7 @@ def top1_tasks(vocabulary, task_columns=512):
 
 
 def emit_linear_top1(
-    x, weight, token, logprob, scratch, *, n, lanes, allowed=None, bias=None, task_columns=512, block=32, tile=None
+    x, weight, token, logprob, scratch, *, n, lanes, allowed=None, bias=None, task_columns=512, block=32, tile=None, packed=None
 ):
     """token[i] = the lowest id among the largest logits of row i; logprob[i] = its log-softmax.
 
@@ -33,11 +33,14 @@ def emit_linear_top1(
     `top1_tasks(V, task_columns)` tasks. allowed: int32 [n, ceil(V / 32)], bit c % 32 of word c / 32 says whether
     column c may be drafted; forbidden columns count for neither result. bias: [V]. NaN logits count as forbidden.
     A row in which nothing is allowed gives token 0 and logprob -inf. `block` divides `task_columns`; both are
-    multiples of 32.
+    multiples of 32. packed: the scratch of `linear.Activations`.
     """
-    assert task_columns % block == 0 and block % 32 == 0, f"block {block} and task_columns {task_columns}"
-    vocabulary, k = (int(size) for size in weight.shape)
-    x, weight = v.bits_of(x), v.bits_of(weight)
+    assert task_columns % block == 0, f"block {block} does not divide task_columns {task_columns}"
+    assert block % 32 == 0, f"block {block} is no multiple of 32"
+    vocabulary = int(weight.shape[0])
+    weight = v.bits_of(weight)
+    tile = tile or default_tile(n, 1, lanes, int(weight.shape[1]))
+    activations = Activations(x, n=n, lanes=lanes, rows=tile.rows, scratch=packed)
     bias = None if bias is None else v.bits_of(bias)
     tasks = top1_tasks(vocabulary, task_columns)
 
@@ -46,7 +49,7 @@ def emit_linear_top1(
         state.reset()
 
         def emit_block(first, width):
-            dots = DotBlock(x, [weight], width, n=n, k=k, lanes=lanes, tile=tile)
+            dots = DotBlock(activations, [weight], width, tile)
             dots.emit(first)
             logits = v.local_array((n, width), "float32")
             with T.serial(0, n) as row:
@@ -56,24 +59,23 @@ def emit_linear_top1(
                     if bias is not None:
                         value = value + v.load(bias, [first + column], group)
                     value = T.bind(value)
-                    keep = T.EQ(value, value)
+                    forbidden = v.splat(v.NEGATIVE_INFINITY, group)
+                    value = T.Select(v.is_nan(value, group), forbidden, value)
                     if allowed is not None:
-                        keep = T.And(keep, _allowed_bits(allowed, row, first, column, group))
-                    v.store(logits, [row, column], T.Select(keep, value, v.splat(v.NEGATIVE_INFINITY, group)), group)
+                        keep = _allowed_bits(allowed, row, first, column, group)
+                        value = T.Select(keep, value, forbidden)
+                    v.store(logits, [row, column], value, group)
 
                 v.for_columns(width, lanes, finish)
                 state.absorb(logits, row, first, width, lanes)
 
         whole = vocabulary // block
         first_block = task * (task_columns // block)
-        with T.serial(0, task_columns // block) as i:
-            with T.If(first_block + i < whole):
-                with T.Then():
-                    emit_block((first_block + i) * block, block)
+        with T.serial(0, task_columns // block) as i, T.If(first_block + i < whole), T.Then():
+            emit_block((first_block + i) * block, block)
         if vocabulary % block:
-            with T.If(task == tasks - 1):
-                with T.Then():
-                    emit_block(whole * block, vocabulary % block)
+            with T.If(task == tasks - 1), T.Then():
+                emit_block(whole * block, vocabulary % block)
 
         with T.serial(0, n) as row:
             for source, target in state.pairs(scratch):
@@ -130,12 +132,10 @@ class _RowStates:
                 T.buffer_store(self.total, T.BufferLoad(self.total, [row]) * shrink + total(best), [row])
                 T.buffer_store(self.best, best, [row])
                 T.buffer_store(self.index, index, [row])
-            with T.Else():
-                # Both at -inf: nothing to add, and their difference would be NaN.
-                with T.If(best > T.float32(v.NEGATIVE_INFINITY)):
-                    with T.Then():
-                        shrink = v.exp(best - T.BufferLoad(self.best, [row]))
-                        T.buffer_store(self.total, T.BufferLoad(self.total, [row]) + total(best) * shrink, [row])
+            # Both at -inf: nothing to add, and their difference would be NaN.
+            with T.Else(), T.If(best > T.float32(v.NEGATIVE_INFINITY)), T.Then():
+                shrink = v.exp(best - T.BufferLoad(self.best, [row]))
+                T.buffer_store(self.total, T.BufferLoad(self.total, [row]) + total(best) * shrink, [row])
 
     def absorb(self, logits, row, first, width, lanes):
         """Take in logits[row, :width], the columns first..first+width-1."""
@@ -150,15 +150,14 @@ class _RowStates:
         best = T.bind(T.BufferLoad(largest, [0]))
         lowest = v.registers(1, "int32")
         T.buffer_store(lowest, T.int32(_NO_TOKEN), [0])
-        with T.If(best > T.BufferLoad(self.best, [row])):
-            with T.Then():
+        with T.If(best > T.BufferLoad(self.best, [row])), T.Then():
 
-                def take_index(column, group):
-                    hit = T.EQ(v.load(logits, [row, column], group), v.splat(best, group))
-                    ids = T.Select(hit, v.iota(first + column, group), v.splat(_NO_TOKEN, group, "int32"))
-                    T.buffer_store(lowest, T.min(T.BufferLoad(lowest, [0]), v.lane_fold(ids, T.min)), [0])
+            def take_index(column, group):
+                hit = T.EQ(v.load(logits, [row, column], group), v.splat(best, group))
+                ids = T.Select(hit, v.iota(first + column, group), v.splat(_NO_TOKEN, group, "int32"))
+                T.buffer_store(lowest, T.min(T.BufferLoad(lowest, [0]), v.lane_fold(ids, T.min)), [0])
 
-                v.for_columns(width, lanes, take_index)
+            v.for_columns(width, lanes, take_index)
 
         def total(reference):
             parts = v.registers(1, "float32")

@@ -70,28 +70,44 @@ def store(buffer, indices, value, width=1):
 
 
 def _bf16_bits(value, width):
-    value = T.bind(value)
-    bits = T.bind(T.reinterpret(vector_type("uint32", width), value))
+    value = hold(value)
+    bits = hold(T.reinterpret(vector_type("uint32", width), value))
 
     def const(number):
         return splat(number, width, "uint32")
 
     rounded = (bits + const(0x7FFF) + ((bits >> const(16)) & const(1))) >> const(16)
     quiet_nan = (bits >> const(16)) | const(0x40)
-    bits16 = T.Select(T.NE(value, value), quiet_nan, rounded)
+    bits16 = T.Select(is_nan(value, width), quiet_nan, rounded)
     return T.Cast(vector_type("uint16", width), bits16)
+
+
+def is_nan(value, width=1):
+    """Lanes of bool, by the bits: TVM's simplifier folds `x != x` to false. Do not T.bind vectors of bool."""
+    bits = T.reinterpret(vector_type("uint32", width), value)
+    return (bits & splat(0x7FFFFFFF, width, "uint32")) > splat(0x7F800000, width, "uint32")
 
 
 def registers(count, dtype, width=1):
     """`count` mutable locals of `width` lanes; with constant indices LLVM keeps them in registers."""
-    return T.alloc_buffer(
-        (count,), vector_type(dtype, width), scope="local", annotations={"disable_lower_builtin": True}
-    )
+    return T.alloc_buffer((count,), vector_type(dtype, width), scope="local", annotations={"disable_lower_builtin": True})
 
 
 def local_array(shape, dtype):
     """A small array on the stack of the running task."""
     return T.alloc_buffer(shape, dtype, scope="local", annotations={"disable_lower_builtin": True})
+
+
+def hold(value):
+    """A value kept in a register variable, for those used several times in a chain of such values.
+
+    T.bind is not enough: TVM's analyser looks through the binding of a pure value, and its work then grows
+    exponentially with the length of the chain. It does not look through a load.
+    """
+    width = lanes_of(value)
+    register = registers(1, element_type(value), width)
+    T.buffer_store(register, value, [0])
+    return T.bind(T.BufferLoad(register, [0]))
 
 
 def for_columns(extent, lanes, body, start=0):
@@ -110,27 +126,32 @@ def for_columns(extent, lanes, body, start=0):
 
 def pairwise_sum(vector, other=None):
     """Sums of neighbours: [v0+v1, v2+v3, ...], continued by those of `other` if given."""
-    parts = [T.bind(vector)] if other is None else [T.bind(vector), T.bind(other)]
+    parts = [hold(vector)] if other is None else [hold(vector), hold(other)]
     total = sum(lanes_of(part) for part in parts)
     even = T.Shuffle(parts, list(range(0, total, 2)))
     odd = T.Shuffle(parts, list(range(1, total, 2)))
-    return T.bind(even + odd)
+    return even + odd
 
 
 def lanes_of(vector):
     return tvm.DataType(vector.ty.dtype).lanes
 
 
+def element_type(vector):
+    return str(vector.ty.dtype).partition("x")[0]
+
+
 def lane_sums(vectors):
     """[sum(v) for v in vectors] as one vector; their number is a power of two, at most the lane count."""
     count = len(vectors)
-    assert count & (count - 1) == 0 and count <= max(lanes_of(vectors[0]), 1)
+    assert count & (count - 1) == 0
+    assert count <= max(lanes_of(vectors[0]), 1)
     while len(vectors) > 1:
         vectors = [pairwise_sum(a, b) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
     (result,) = vectors
     while lanes_of(result) > count:
         result = pairwise_sum(result)
-    return result
+    return hold(result)
 
 
 def lane_sum(vector):
@@ -141,11 +162,11 @@ def lane_sum(vector):
 def lane_fold(vector, combine):
     """Fold the lanes of a vector with a commutative `combine` (T.max, T.min), as a scalar."""
     while (width := lanes_of(vector)) > 1:
-        vector = T.bind(vector)
+        vector = hold(vector)
         low = T.Shuffle([vector], list(range(width // 2)))
         high = T.Shuffle([vector], list(range(width // 2, width)))
-        vector = T.bind(combine(low, high))
-    return vector
+        vector = combine(low, high)
+    return hold(vector)
 
 
 def lane(vector, index):
@@ -163,20 +184,20 @@ def exp(value, width=1):
     def const(number):
         return splat(number, width)
 
-    value = T.bind(value)
-    clamped = T.bind(T.min(T.max(value, const(-104.0)), const(89.0)))
-    k = T.bind(T.floor(clamped * const(math.log2(math.e)) + const(0.5)))
+    value = hold(value)
+    clamped = hold(T.min(T.max(value, const(-104.0)), const(89.0)))
+    k = hold(T.floor(clamped * const(math.log2(math.e)) + const(0.5)))
     # ln2 in two parts, the first exact in few bits, so that k*ln2 loses nothing.
-    r = T.bind(clamped - k * const(0.693359375) - k * const(-2.12194440e-4))
+    r = hold(clamped - k * const(0.693359375) - k * const(-2.12194440e-4))
     poly = const(1.9875691500e-4)
     for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
         poly = poly * r + const(coefficient)
-    poly = T.bind(poly * (r * r) + r + const(1.0))
+    poly = poly * (r * r) + r + const(1.0)
     # 2^k as the product of two halves: k reaches 128, whose biased exponent alone would overflow.
-    k_int = T.bind(T.Cast(vector_type("int32", width), k))
-    half = T.bind(k_int >> splat(1, width, "int32"))
+    k_int = hold(T.Cast(vector_type("int32", width), k))
+    half = hold(k_int >> splat(1, width, "int32"))
     scaled = poly * _power_of_two(half, width) * _power_of_two(k_int - half, width)
-    return T.bind(T.Select(T.NE(value, value), value, scaled))
+    return hold(T.Select(is_nan(value, width), value, scaled))
 
 
 def _power_of_two(k, width):
@@ -186,10 +207,10 @@ def _power_of_two(k, width):
 
 def sigmoid(value, width=1):
     """1 / (1 + e^-x)."""
-    return T.bind(splat(1.0, width) / (splat(1.0, width) + exp(splat(0.0, width) - value, width)))
+    return hold(splat(1.0, width) / (splat(1.0, width) + exp(splat(0.0, width) - value, width)))
 
 
 def silu(value, width=1):
     """x * sigmoid(x)."""
-    value = T.bind(value)
-    return T.bind(value * sigmoid(value, width))
+    value = hold(value)
+    return hold(value * sigmoid(value, width))

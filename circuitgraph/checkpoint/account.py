@@ -1,0 +1,253 @@
+"""The account of a binding: the tensor of every weight, and the weight of every tensor.
+
+Nothing is guessed and nothing is left over: each weight has exactly one tensor, and each tensor under the drafter's
+prefixes is used, or waived by the family file with a reason. All faults of a checkpoint are raised together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..circuit.ir import Circuit, Weight
+from ..circuit.types import FLOAT_DTYPES
+from ..errors import CheckpointError, Fault, did_you_mean
+from .config import ModelConfig
+from .family import Family, layers_found
+from .files import TensorFiles, TensorInfo
+from .model import Model
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """Where a circuit weight comes from.
+
+    source: `drafter` and `target` are the two folders; `host` is a tensor of the target that the caller hands over
+    when it loads; `random` is made up. status: `used`, `borrowed` (the target's own), `tied` (borrowed, and standing
+    in for another). dtype is the stored one; the circuit's may differ when `wt` asked for a conversion.
+    """
+
+    name: str
+    source: str
+    status: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """For a manifest: everything but where the file lay."""
+        return {**vars(self), "shape": list(self.shape), "file": self.file.name if self.file else None}
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """One line of the account: a weight, or a tensor that no weight uses."""
+
+    tensor: str
+    status: str
+    weight: str = ""
+    source: str = ""
+    type: str = ""
+    reason: str = ""
+
+
+class Account:
+    """Finds the tensor of every weight and the weight of every tensor, and collects what does not add up."""
+
+    def __init__(self, family: Family, circuit: Circuit, config: ModelConfig, model: Model, convert: str | None, host_dtype: str):
+        self.family = family
+        self.circuit = circuit
+        self.config = config
+        self.model = model
+        self.convert = convert
+        self.made_dtypes = {"random": dict(circuit.dtypes)["wt"], "host": convert or host_dtype}
+        self.faults: list[Fault] = []
+        self.refs: dict[str, TensorRef] = {}
+        self.notes: dict[str, str] = {}
+        self.layer = self._find_layer()
+
+    def settle(self) -> tuple[dict[str, TensorRef], tuple[ReportRow, ...]]:
+        """Raises CheckpointError with every fault."""
+        for weight in self.circuit.weights:
+            ref = self._borrow(weight) if weight.name in self.family.file.borrowed else self._own(weight)
+            if ref is not None:
+                self.refs[weight.name] = ref
+        rows = [
+            ReportRow(ref.name, ref.status, name, ref.source, f"{ref.dtype}{_shape(ref.shape)}", self.notes.get(name, ""))
+            for name, ref in self.refs.items()
+        ]
+        rows += self._leftovers()
+        if self.faults:
+            raise CheckpointError(self.faults)
+        return self.refs, tuple(rows)
+
+    # -- names -------------------------------------------------------------------------------------------------
+
+    def _find_layer(self) -> int | None:
+        decl, tensors = self.family.file.layer, self.model.tensors
+        if decl is None:
+            return None
+        if tensors is None:
+            return decl.otherwise if isinstance(decl.otherwise, int) else self.config.find(decl.otherwise)
+        found = layers_found(decl.found_by, tensors.names)
+        if len(found) == 1:
+            return found[0]
+        got = ", ".join(map(str, found)) or "none"
+        hint = "Several modules are not supported." if found else "Does this checkpoint have a drafter?"
+        self.faults.append(
+            Fault(
+                f"family '{self.family.name}' wants tensors '{decl.found_by}*' of one layer",
+                where=str(tensors.folder),
+                got=got,
+                hint=hint,
+            )
+        )
+        raise CheckpointError(self.faults)
+
+    def _names(self, weight: str) -> list[str]:
+        return [name.replace("{layer}", str(self.layer)) for name in self.family.candidates(weight)]
+
+    def _candidates(self, weight: Weight) -> list[str]:
+        names = self._names(weight.name)
+        if not names:
+            self.faults.append(
+                Fault(
+                    f"the family names no tensor for weight '{weight.name}'",
+                    where=self.family.places["tensors",],
+                    hint="Add it under 'tensors' or 'borrowed', or set the switch that leaves the weight out.",
+                )
+            )
+        return names
+
+    # -- weights -----------------------------------------------------------------------------------------------
+
+    def _own(self, weight: Weight) -> TensorRef | None:
+        names = self._candidates(weight)
+        if not names:
+            return None
+        if self.model.tensors is None:
+            return self._made(weight, names[0], "random", "used")
+        name = next((name for name in names if name in self.model.tensors), None)
+        if name is not None:
+            return self._checked(weight, self.model.tensors.info(name), "drafter", "used")
+        self._missing(weight, names, self.model.tensors)
+        return None
+
+    def _borrow(self, weight: Weight) -> TensorRef | None:
+        decl = self.family.file.borrowed[weight.name]
+        tied = decl.tied_to if decl.tied_to and self._target_ties() else None
+        if tied is not None:
+            # A config that ties makes loaders ignore an lm_head in the file, so a stray copy must not win here.
+            self.notes[weight.name] = f"tie_word_embeddings: {tied}'s tensor"
+        status = "tied" if tied else "borrowed"
+        names = self._names(tied or weight.name)
+        for source, model in (("target", self.model.target), ("drafter", self.model)):
+            if model is None or model.tensors is None:
+                continue
+            name = next((name for name in names if name in model.tensors), None)
+            if name is not None:
+                return self._checked(weight, model.tensors.info(name), source, status)
+        holder = self.model.target or self.model
+        if holder.tensors is None:
+            return self._made(weight, names[0], "random", status)
+        if self.model.target is None and self.family.file.stored == "alone":
+            self.notes[weight.name] = "the target's tensor, handed over at load"
+            return self._made(weight, names[0], "host", status)
+        self._missing(weight, names, holder.tensors)
+        return None
+
+    def _target_ties(self) -> bool:
+        if self.model.target is None:
+            return self.config.values["tie_word_embeddings"]
+        raw = self.model.target.config
+        return bool(raw.get("text_config.tie_word_embeddings") or raw.get("tie_word_embeddings"))
+
+    def _made(self, weight: Weight, name: str, source: str, status: str) -> TensorRef:
+        return TensorRef(name, source, status, self.made_dtypes[source], weight.type.shape)  # type: ignore[arg-type]
+
+    def _checked(self, weight: Weight, info: TensorInfo, source: str, status: str) -> TensorRef | None:
+        where = str(info.file)
+        if info.dtype not in FLOAT_DTYPES:
+            hint = "Quantised tensors need a program that reads their format."
+            self.faults.append(
+                Fault(
+                    f"weight '{weight.name}' cannot be read from this dtype",
+                    where=where,
+                    subject=info.name,
+                    expected=" or ".join(FLOAT_DTYPES),
+                    got=info.dtype,
+                    hint=hint,
+                )
+            )
+            return None
+        if info.shape != weight.type.shape:
+            self.faults.append(
+                Fault(
+                    f"weight '{weight.name}' has another shape",
+                    where=where,
+                    subject=info.name,
+                    expected=_shape(weight.type.shape),
+                    got=_shape(info.shape),
+                    hint=self._shape_hint(weight, info),
+                )
+            )
+            return None
+        if self.convert is not None and self.convert != info.dtype:
+            self.notes[weight.name] = f"converted to {self.convert} when it is loaded"
+        return TensorRef(info.name, source, status, info.dtype, info.shape, info.file)
+
+    def _shape_hint(self, weight: Weight, info: TensorInfo) -> str:
+        if info.shape == tuple(reversed(weight.type.shape)):
+            return "Is it transposed? Weights are stored [out, in]."
+        return f"The shape follows from {self.config.raw.file} and the switches: is it the config of these tensors?"
+
+    def _missing(self, weight: Weight, names: list[str], tensors: TensorFiles) -> None:
+        hint = did_you_mean(names[0], tensors.names)
+        self.faults.append(
+            Fault(
+                f"no tensor for weight '{weight.name}'",
+                where=str(tensors.folder),
+                expected=" or ".join(f"'{name}'" for name in names),
+                hint=hint if hint.startswith("Did you mean") else None,
+            )
+        )
+
+    # -- tensors -----------------------------------------------------------------------------------------------
+
+    def _leftovers(self) -> list[ReportRow]:
+        """Waived tensors; a fault for every other tensor under a prefix that no weight uses."""
+        if self.model.tensors is None:
+            return []
+        used = {ref.name for ref in self.refs.values() if ref.source == "drafter"}
+        refused = {fault.subject for fault in self.faults}
+        rows = []
+        for name in self.model.tensors:
+            if name in used or name in refused or not name.startswith(tuple(self.family.file.prefixes)):
+                continue
+            reason = self.family.waiver(name)
+            if reason is None:
+                self.faults.append(
+                    Fault(
+                        "no weight of the program uses this tensor",
+                        where=str(self.model.path),
+                        subject=name,
+                        hint=self._unused_hint(name),
+                    )
+                )
+            else:
+                info = self.model.tensors.info(name)
+                rows.append(ReportRow(name, "waived", "", "drafter", str(info), reason))
+        return rows
+
+    def _unused_hint(self, tensor: str) -> str:
+        for weight in self.family.file.tensors:
+            if tensor in self._names(weight):
+                facts = ", ".join(f"{name}={str(value).lower()}" for name, value in self.circuit.facts)
+                return f"It is '{weight}', which these switches leave out: {facts}."
+        return f"Program '{self.circuit.name}' does not model it. If it does not matter, waive it in family '{self.family.name}'."
+
+
+def _shape(shape: Sequence[int | str]) -> str:
+    return f"[{', '.join(map(str, shape))}]"

@@ -1,0 +1,118 @@
+"""`circuitgraph compile`: a program and a checkpoint to an artifact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .common import notes, out, parse_switches, parse_widths, print_json
+from .options import AsJson, Family, FloatType, Model, PipelineStage, Program, ScheduleFile, Switches, Target, TargetModel
+from .progress import CompileProgress, bar
+
+
+def compile_(
+    program: Program,
+    model: Model = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="OUT", help="The artifact folder to make; it must not exist.")
+    ] = None,
+    target: Target = "cpu",
+    widths: Annotated[
+        str, typer.Option("--widths", metavar="1-4,8", help="Numbers of sequences to compile for; 1 is always added.")
+    ] = "1-4,8",
+    context_rows: Annotated[
+        str, typer.Option("--context-rows", metavar="4,16,64", help="Chunk sizes of the programs that read prompts.")
+    ] = "4,16,64",
+    family: Family = None,
+    target_model: TargetModel = None,
+    switches: Switches = None,
+    act: Annotated[FloatType, typer.Option("--act", help="Type of activations.")] = "f32",
+    kv: Annotated[FloatType, typer.Option("--kv", help="Type of the drafter's KV cache.")] = "f32",
+    wt: Annotated[
+        FloatType | None, typer.Option("--wt", help="Convert weights to this type; left out, each keeps its own.")
+    ] = None,
+    portable: Annotated[
+        bool, typer.Option("--portable", help="For any processor of this architecture instead of this machine's own.")
+    ] = False,
+    schedule: ScheduleFile = None,
+    stop_after: Annotated[
+        PipelineStage | None, typer.Option("--stop-after", metavar="STAGE", help="End after this stage and write nothing.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is an artifact.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compile a drafter program for a checkpoint. Each width gets an exact program of its own.
+
+    A drafter that is stored without embedding and lm_head borrows the target's: name its folder, or hand the
+    tensors over when loading. Nothing is written unless everything worked.
+
+    \b
+    circuitgraph compile auto --model drafter/ --target-model llm/ -o drafter.cg
+    circuitgraph compile mtp_dense --model config.json --widths 1-4,8 -o r.cg
+    circuitgraph compile mtp_dense --model drafter/ --stop-after place
+    """
+    if model is None:
+        raise typer.BadParameter("say which checkpoint (or config.json) to compile for", param_hint="'--model'")
+    if output is None and (stop_after is None or stop_after == "pack"):
+        raise typer.BadParameter("say where the artifact goes", param_hint="'-o'")
+    if portable and target != "cpu":
+        raise typer.BadParameter(f"goes with --target cpu, not with '{target}'", param_hint="'--portable'")
+    rows, chunks = parse_widths(widths), parse_widths(context_rows, "'--context-rows'")
+    chosen = parse_switches(switches or [])
+
+    from ..measure.weights import gguf_file
+    from ..pipeline import compile, work_list
+
+    if target_model is not None and gguf_file(target_model):
+        # Nothing of a GGUF target can be mapped: what the drafter borrows is converted when it is loaded.
+        notes().print(f"embedding and lm_head will be borrowed from {target_model.name} when the artifact is loaded")
+        target_model = None
+    with bar("compile") as report:
+        result = compile(
+            program,
+            model=model,
+            out=output or Path("unused"),
+            target="cpu:portable" if portable else target,
+            widths=rows,
+            context_rows=chunks,
+            family=family,
+            target_model=target_model,
+            switches=chosen,
+            act=act,
+            kv=kv,
+            wt=wt,
+            schedule_file=schedule,
+            overwrite=overwrite,
+            stop_after=stop_after,
+            observer=CompileProgress(report, lambda circuit: len(work_list(circuit, None, rows, chunks))),
+        )
+    if as_json:
+        print_json(_record(result))
+        return
+    seconds = sum(result.seconds.values())
+    programs = ", ".join(plan.symbol for plan in result.plans)
+    notes().print(f"{result.circuit.name}: {len(result.plans)} programs in {seconds:.1f} s ({programs})")
+    if result.path is None:
+        notes().print("nothing written, as asked")
+    else:
+        out().print(str(result.path), soft_wrap=True)
+
+
+def _record(result: Any) -> dict[str, Any]:
+    return {
+        "path": str(result.path) if result.path else None,
+        "program": result.circuit.name,
+        "facts": dict(result.circuit.facts),
+        "programs": [
+            {
+                "entry": plan.entry,
+                "rows": plan.rows,
+                "kernels": len(plan.groups),
+                "workspace_bytes": plan.workspace_bytes,
+            }
+            for plan in result.plans
+        ],
+        "seconds": {stage: round(seconds, 4) for stage, seconds in result.seconds.items()},
+    }

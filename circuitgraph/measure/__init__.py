@@ -1,0 +1,1 @@
+"""Whether compiled programs are right (`verify`) and how fast they are (`bench`)."""

@@ -1,0 +1,212 @@
+"""`bench`: time per entry and width, against the machine's read bandwidth and against torch, in one run."""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..artifact.manifest import Function, Manifest
+from ..artifact.store import read_artifact
+from ..circuit.narrow import slice_entry
+from ..plan.text import CONTEXT_FOR_COST
+from ..runtime.binding import bind_weights
+from ..runtime.compiled import CompiledRunner, open_library
+from .cases import Case, Span, make_case
+from .machine import CacheFlush, ReadProbe, describe_machine, last_level_cache
+from .peers import torch_peers
+from .weights import borrowed_weights
+
+Observer = Callable[[str, int, int], None]
+
+OURS = "circuitgraph"
+MIN_ROUNDS = 7
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One entry and width. Seconds are medians; `peers` has those of the same head in torch, by kind.
+
+    `fraction` is `bytes_per_second` over the run's read bandwidth.
+    """
+
+    entry: str
+    rows: int
+    seconds: float
+    bytes: int
+    flops: int
+    bytes_per_second: float
+    fraction: float
+    rounds: int
+    peers: Mapping[str, float]
+
+    def speedup(self, peer: str) -> float | None:
+        """How many times faster than a peer; None where it was not measured."""
+        return self.peers[peer] / self.seconds if peer in self.peers else None
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    artifact: str
+    program: str
+    context: int
+    date: str
+    command: str
+    machine: Mapping[str, Any]
+    read_bandwidth: float
+    rows: tuple[BenchRow, ...]
+
+    def row(self, entry: str, rows: int) -> BenchRow:
+        return next(row for row in self.rows if (row.entry, row.rows) == (entry, rows))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def bench(
+    artifact: str | Path,
+    *,
+    model: str | Path | None = None,
+    target_model: str | Path | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    entries: Sequence[str] | None = None,
+    widths: Sequence[int] | None = None,
+    context: int = 256,
+    peers: bool = True,
+    threads: int | None = None,
+    seconds: float = 1.0,
+    observer: Observer | None = None,
+) -> BenchReport:
+    """Time every compiled program as a server calls it, staging included.
+
+    Ours, torch eager, torch.compile and the read probe take turns, one call each a round, so that all of them meet
+    the same disturbances. Where the weights might stay in the cache, it is flushed before every call: between two
+    draft steps the target's own weights would pass through it.
+
+    Args:
+        artifact: the folder or zip that `compile` wrote.
+        model, target_model, weights: as in `verify`.
+        entries, widths: only these.
+        context: cache rows of every sequence.
+        peers: torch beside ours (for programs that have a torch peer; torch.compile takes a while to build).
+        threads: for everything in the run; torch's own number when left out.
+        seconds: of measuring per program and competitor, at least MIN_ROUNDS rounds.
+        observer: called with (program, programs done, programs in all).
+
+    Raises:
+        CircuitgraphError: the artifact or its weights do not load.
+    """
+    before = torch.get_num_threads()
+    try:
+        if threads:
+            torch.set_num_threads(threads)
+        opened = read_artifact(artifact)
+        given = {**borrowed_weights(opened.manifest, target_model), **(weights or {})}
+        folder = None if target_model is None or given else target_model
+        bound = bind_weights(opened, weights=given, model=model, target_model=folder)
+        runner = CompiledRunner(opened.manifest, open_library(opened, threads=threads), bound)
+        functions = [
+            function
+            for function in sorted(opened.manifest.functions.values(), key=lambda function: (function.entry, function.rows))
+            if (entries is None or function.entry in entries) and (widths is None or function.rows in widths)
+        ]
+        probe, rows = ReadProbe(), []
+        measured = []
+        for done, function in enumerate(functions):
+            if observer:
+                observer(function.symbol, done, len(functions))
+            measured.append(_measure(runner, function, probe, context, peers, seconds))
+        for function, times in measured:
+            rows.append(_row(opened.manifest, function, times, context, probe.best))
+        return BenchReport(
+            artifact=str(artifact),
+            program=opened.manifest.program,
+            context=context,
+            date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+            command=" ".join(["circuitgraph", *sys.argv[1:]]),
+            machine=describe_machine(),
+            read_bandwidth=probe.best,
+            rows=tuple(rows),
+        )
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measure(
+    runner: CompiledRunner, function: Function, probe: ReadProbe, context: int, peers: bool, seconds: float
+) -> tuple[Function, dict[str, list[float]]]:
+    case = _case(runner, function, context)
+    calls: dict[str, Callable[[], object]] = {OURS: _our_call(runner, function.entry, case)}
+    if peers and function.entry == "draft":
+        calls.update(torch_peers(runner.circuit, runner.weights, function.rows, context, case.inputs))
+    flush = CacheFlush() if _weight_bytes(runner) < 4 * last_level_cache() else None
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    ends = time.perf_counter() + seconds * len(calls)
+    while len(times[OURS]) < MIN_ROUNDS or time.perf_counter() < ends:
+        for name, call in calls.items():
+            if flush:
+                flush()
+            started = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - started)
+        if len(times[OURS]) % MIN_ROUNDS == 1:
+            probe()
+    return function, times
+
+
+def _case(runner: CompiledRunner, function: Function, context: int) -> Case:
+    in_chunk = runner.circuit.entry(function.entry).rows == "context"
+    spans = [Span(context, function.rows)] if in_chunk else [Span(context)] * function.rows
+    return make_case(
+        runner.circuit,
+        function.rows,
+        spans,
+        block_size=runner.block_size or BLOCK_SIZE,
+        generator=torch.Generator().manual_seed(0),
+        poison=False,
+        max_position=runner.max_position,
+    )
+
+
+def _our_call(runner: CompiledRunner, entry: str, case: Case) -> Callable[[], object]:
+    method = {"draft": runner.draft, "context": runner.context, "logits": runner.logits}[entry]
+    arguments = (case.inputs["token"], case.inputs["hidden"], case.inputs["position"], case.caches)
+    return lambda: method(*arguments)
+
+
+def _weight_bytes(runner: CompiledRunner) -> int:
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in runner.weights.values()}.values())
+
+
+def _row(manifest: Manifest, function: Function, times: Mapping[str, list[float]], context: int, ceiling: float) -> BenchRow:
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    ours = medians.pop(OURS)
+    moved = function.cost_bytes - _attention_bytes(manifest, function) * (CONTEXT_FOR_COST - context)
+    return BenchRow(
+        entry=function.entry,
+        rows=function.rows,
+        seconds=ours,
+        bytes=moved,
+        flops=function.cost_flops,
+        bytes_per_second=moved / ours,
+        fraction=moved / ours / ceiling,
+        rounds=len(times[OURS]),
+        peers=medians,
+    )
+
+
+def _attention_bytes(manifest: Manifest, function: Function) -> int:
+    """Cache bytes that the program reads for each row of context: the manifest's cost assumes CONTEXT_FOR_COST of them."""
+    circuit = slice_entry(manifest.circuit, function.entry)
+    nodes = sum(node.op == "attention" for node in circuit.nodes)
+    return sum(state.bytes_per_row() // state.layers for state in circuit.states) * nodes * function.rows

@@ -1,0 +1,121 @@
+"""What a drafter head looks like when an engineer writes it in torch: bf16, fused QKV and gate/up, SDPA, a dense cache.
+
+This is the competitor, not the reference: it is written to be fast, and its results are not compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+
+from ..circuit.ir import Circuit
+
+PEER_PROGRAM = "mtp_dense"
+
+
+class TorchMtpHead(torch.nn.Module):
+    """One draft step of an `mtp_dense` circuit for `rows` sequences that all have `context` rows."""
+
+    def __init__(self, circuit: Circuit, weights: Mapping[str, torch.Tensor], rows: int, context: int):
+        super().__init__()
+        self.facts = dict(circuit.facts)
+        state = circuit.states[0]
+        self.eps = next(float(node.attr["eps"]) for node in circuit.nodes if node.op == "rms_norm")
+        self.scale = next(float(node.attr["scale"]) for node in circuit.nodes if node.op == "attention")
+        self.rows, self.context, self.kv_heads, self.dim = rows, context, state.heads, state.dim
+        get = lambda name: weights[name].to(torch.bfloat16) if name in weights else None  # noqa: E731
+        names = ("q", "k", "v")
+        self.w = {
+            name: get(name) for name in ("embed_tokens", "enorm", "hnorm", "fc", "fc_bias_vector", "norm_weight", "lm_head")
+        }
+        layer = ("input_norm", "post_norm", "attn.o_proj", "attn.o_bias", "attn.q_norm", "attn.k_norm", "ffn.down_proj")
+        self.w.update({name: get(f"layer.{name}") for name in layer})
+        self.w["qkv"] = torch.cat([weights[f"layer.attn.{n}_proj"].to(torch.bfloat16) for n in names])
+        biases = [get(f"layer.attn.{n}_bias") for n in names]
+        self.w["qkv_bias"] = torch.cat(biases) if biases[0] is not None else None  # type: ignore[arg-type]
+        self.w["gate_up"] = torch.cat([weights[f"layer.ffn.{n}_proj"].to(torch.bfloat16) for n in ("gate", "up")])
+        if self.facts["norm"] == "zero_centred":
+            for name in ("enorm", "hnorm", "norm_weight", "input_norm", "post_norm", "attn.q_norm", "attn.k_norm"):
+                if self.w[name] is not None:
+                    self.w[name] = self.w[name] + 1  # type: ignore[operator]
+        self.cos, self.sin = weights["rope.cos"], weights["rope.sin"]
+        shape = (rows, self.kv_heads, context + 1, self.dim)
+        self.k, self.v = (torch.randn(shape).to(torch.bfloat16) for _ in range(2))
+
+    def forward(self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        facts, w = self.facts, self.w
+        hidden_position = position - 1
+        e = F.embedding(token, w["embed_tokens"])  # type: ignore[arg-type]
+        if facts["mask_first"]:
+            e = torch.where(hidden_position[:, None] == 0, torch.zeros_like(e), e)
+        e, h = self._norm(e, "enorm"), self._norm(hidden, "hnorm")
+        x = torch.cat((e, h) if facts["concat"] == "embed_first" else (h, e), dim=-1)
+        x = F.linear(x, w["fc"], w["fc_bias_vector"])  # type: ignore[arg-type]
+        x = x + self._attention(self._norm(x, "input_norm"), position if facts["rope_position"] == "token" else hidden_position)
+        gate, up = F.linear(self._norm(x, "post_norm"), w["gate_up"]).chunk(2, dim=-1)  # type: ignore[arg-type]
+        x = x + F.linear(F.silu(gate) * up, w["ffn.down_proj"])  # type: ignore[arg-type]
+        y = self._norm(x, "norm_weight")
+        logits = F.linear(y, w["lm_head"]).float()  # type: ignore[arg-type]
+        best = logits.max(dim=-1)
+        return best.indices, best.values - logits.logsumexp(dim=-1), y if facts["recycle"] == "post_norm" else x
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.w[name], self.eps)
+
+    def _attention(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        w, n = self.w, self.rows
+        qkv = F.linear(x, w["qkv"], w["qkv_bias"])  # type: ignore[arg-type]
+        kv = self.kv_heads * self.dim
+        q, k, v = qkv.split([qkv.shape[-1] - 2 * kv, kv, kv], dim=-1)
+        k, v = k.view(n, self.kv_heads, self.dim), v.view(n, self.kv_heads, self.dim)
+        gate = None
+        if self.facts["attention_gate"]:
+            q, gate = q.view(n, -1, 2 * self.dim).chunk(2, dim=-1)
+        q = q.reshape(n, -1, self.dim)
+        if self.facts["qk_norm"]:
+            q, k = self._norm(q, "attn.q_norm"), self._norm(k, "attn.k_norm")
+        cos, sin = self.cos[position][:, None], self.sin[position][:, None]
+        q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+        self.k[:, :, self.context], self.v[:, :, self.context] = k, v
+        a = F.scaled_dot_product_attention(q[:, :, None], self.k, self.v, scale=self.scale, enable_gqa=True)[:, :, 0]
+        if gate is not None:
+            a = a * torch.sigmoid(gate)
+        return F.linear(a.reshape(n, -1), w["attn.o_proj"], w["attn.o_bias"])  # type: ignore[arg-type]
+
+    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        rotary = 2 * cos.shape[-1]
+        head, rest = x[..., :rotary].float(), x[..., rotary:]
+        if self.facts["rope_style"] == "half":
+            a, b = head.chunk(2, dim=-1)
+            turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        else:
+            a, b = head[..., 0::2], head[..., 1::2]
+            turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+        return torch.cat([turned.to(x.dtype), rest], dim=-1)
+
+
+def torch_peers(
+    circuit: Circuit, weights: Mapping[str, torch.Tensor], rows: int, context: int, inputs: Mapping[str, torch.Tensor]
+) -> dict[str, Callable[[], object]]:
+    """'torch eager' and 'torch.compile' of the same head, warmed up; empty for programs without a peer."""
+    if circuit.name != PEER_PROGRAM:
+        return {}
+    head = TorchMtpHead(circuit, weights, rows, context).eval()
+    token, position = inputs["token"].long(), inputs["position"].long()
+    hidden = inputs["hidden"].to(torch.bfloat16)
+    torch.compiler.reset()  # one compilation for each width: no dynamic shapes, no recompilation limit
+    compiled = torch.compile(head, dynamic=False)
+
+    def run(module: Callable[..., object]) -> Callable[[], object]:
+        def call() -> object:
+            with torch.no_grad():
+                return module(token, hidden, position)
+
+        return call
+
+    peers = {"torch eager": run(head), "torch.compile": run(compiled)}
+    for call in peers.values():
+        call()
+    return peers

@@ -1,0 +1,253 @@
+"""`verify`: every compiled program against the reference interpreter, and the proof that a wrong weight would be seen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..artifact.manifest import Function, Manifest
+from ..artifact.store import read_artifact
+from ..interpret import interpret
+from ..ops import TORCH_DTYPES
+from ..runtime.binding import bind_weights
+from ..runtime.compiled import open_library
+from .calls import call_function
+from .cases import Case, Span, make_case
+from .compare import Comparison, compare_caches, compare_outputs, compare_same_bits
+from .weights import borrowed_weights
+
+Observer = Callable[[str, int, int], None]
+
+OPEN_BLOCK_SIZES = (16, 5)
+"""Block sizes to try where the program leaves them open; an odd one shows arithmetic that assumes a power of two."""
+
+CONTROL_WEIGHTS = 5
+PERTURBATION = 0.25
+
+
+@dataclass(frozen=True)
+class Check:
+    """The worst of all trials of one comparison. `error` is in units of max(1, rms of the reference)."""
+
+    entry: str
+    rows: int
+    name: str
+    error: float
+    tolerance: float
+    detail: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Control:
+    """One weight was perturbed, and verification had to fail. `error` and `tolerance` are of the check that saw it best."""
+
+    weight: str
+    seen_by: str
+    error: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the wrong weight was noticed."""
+        return self.error > self.tolerance
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What `verify` found. It passed when every check did and every wrong weight was noticed."""
+
+    artifact: str
+    program: str
+    seed: int
+    checks: tuple[Check, ...]
+    controls: tuple[Control, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks) and bool(self.controls) and all(c.passed for c in self.controls)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; an infinite error is written as the text "inf"."""
+        data = asdict(self)
+        for kind, items in (("checks", self.checks), ("controls", self.controls)):
+            for record, item in zip(data[kind], items, strict=True):
+                record["passed"] = item.passed
+                if record["error"] == float("inf"):
+                    record["error"] = "inf"
+        return {**json.loads(json.dumps(data)), "passed": self.passed}
+
+
+def verify(
+    artifact: str | Path,
+    *,
+    model: str | Path | None = None,
+    target_model: str | Path | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    threads: int | None = None,
+    seed: int = 0,
+    observer: Observer | None = None,
+) -> VerifyReport:
+    """Call every compiled program on fresh random inputs and compare with the reference interpreter.
+
+    Rows have unequal contexts (0, 1, around block edges, several blocks), block tables are shuffled, cache rows that
+    nobody may read are NaN, and so are outputs and workspace before the call. Checked are every output, the cache rows
+    that had to be written, that no other cache byte changed, that a row alone gives what it gives among others, and,
+    bit for bit, that it does not depend on its neighbours. Then a few weights are perturbed, one at a time: each must
+    make the comparison fail.
+
+    Args:
+        artifact: the folder or zip that `compile` wrote.
+        model, target_model: checkpoint folders for the weights; random weights where the artifact was compiled from a
+            bare config. `target_model` may hold GGUF.
+        weights: tensors by circuit name, instead of a folder's.
+        observer: called with (program, programs done, programs in all).
+
+    Raises:
+        CircuitgraphError: the artifact or its weights do not load. A difference is no exception: see the report.
+    """
+    opened = read_artifact(artifact)
+    manifest = opened.manifest
+    given = {**borrowed_weights(manifest, target_model), **(weights or {})}
+    folder = None if target_model is None or given else target_model
+    bound = bind_weights(opened, weights=given, model=model, target_model=folder, seed=seed)
+    subject = _Subject(manifest, open_library(opened, threads=threads), bound, torch.Generator().manual_seed(seed))
+    checks: list[Check] = []
+    functions = sorted(manifest.functions.values(), key=lambda function: (function.entry, function.rows))
+    for done, function in enumerate(functions):
+        if observer:
+            observer(function.symbol, done, len(functions) + 1)
+        checks += subject.check(function)
+    if observer:
+        observer("control", len(functions), len(functions) + 1)
+    return VerifyReport(str(artifact), manifest.program, seed, tuple(checks), tuple(subject.control(functions)))
+
+
+@dataclass
+class _Subject:
+    manifest: Manifest
+    functions: Mapping[str, Callable[..., Any]]
+    weights: dict[str, torch.Tensor]
+    generator: torch.Generator
+
+    def check(self, function: Function) -> list[Check]:
+        worst: dict[str, Comparison] = {}
+        for index, (rows, spans) in enumerate(self._trials(function)):
+            case = self._case(function, rows, spans, index)
+            for name, comparison in self._compare(function, case, self.weights):
+                if name not in worst or comparison.worse_than(worst[name]):
+                    worst[name] = comparison
+        return [Check(function.entry, function.rows, name, c.error, c.tolerance, c.detail) for name, c in worst.items()]
+
+    def control(self, functions: Sequence[Function]) -> Iterator[Control]:
+        """Perturb some weights that the first program with outputs reads, first and last among them."""
+        function = next((f for f in functions if self.manifest.circuit.entry(f.entry).outputs), functions[0])
+        names = [arg.name for arg in function.args if arg.role == "weight"]
+        step = max(1, (len(names) - 1) // max(1, CONTROL_WEIGHTS - 1))
+        case = self._case(function, function.rows, self._control_spans(function), 0)
+        for name in dict.fromkeys([*names[::step][: CONTROL_WEIGHTS - 1], *names[-1:]]):
+            right = self.weights[name]
+            noise = 1 + PERTURBATION * torch.randn(right.shape, generator=self.generator)
+            wrong = {**self.weights, name: (right.float() * noise).to(right.dtype)}
+            found = list(self._compare(function, case, self.weights, wrong))
+            check, comparison = max(found, key=lambda item: item[1].error / max(item[1].tolerance, 1e-9))
+            yield Control(name, check, comparison.error, comparison.tolerance)
+
+    # -- trials ------------------------------------------------------------------------------------------------
+
+    def _block_size(self, function: Function, trial: int) -> int:
+        sizes = {arg.shape[3] for arg in function.args if arg.role == "state" and len(arg.shape) == 5}
+        fixed = [size for size in sizes if isinstance(size, int)]
+        return fixed[0] if fixed else OPEN_BLOCK_SIZES[trial % len(OPEN_BLOCK_SIZES)]
+
+    def _case(self, function: Function, rows: int, spans: Sequence[Span], trial: int) -> Case:
+        return make_case(
+            self.manifest.circuit,
+            rows,
+            spans,
+            block_size=self._block_size(function, trial),
+            generator=self.generator,
+            max_position=self.manifest.max_position,
+        )
+
+    def _control_spans(self, function: Function) -> list[Span]:
+        return [Span(3 + row % 5) for row in range(function.rows)]
+
+    def _trials(self, function: Function) -> Iterator[tuple[int, list[Span]]]:
+        rows, block = function.rows, self._block_size(function, 0)
+        if self.manifest.circuit.entry(function.entry).rows == "context":
+            yield rows, [Span(0, rows)]
+            yield rows, [Span(block + 1, rows, start=2)]
+            yield rows, [Span(0, max(1, rows // 2))]
+            if rows >= 3:
+                yield rows, [Span(block - 1, rows // 3), Span(0, rows // 3, start=1), Span(1, 1)]
+            return
+        edges = [0, 1, block - 1, block, block + 1, 3 * block + 2, 2, 70]
+        starts = [0, 0, 0, 3, 1]
+        spans = [Span(context, start=starts[index % len(starts)]) for index, context in enumerate(edges)]
+        for first in range(0, len(edges), rows):
+            yield rows, [spans[(first + row) % len(spans)] for row in range(rows)]
+        if rows > 1:
+            yield rows, spans[2 : 2 + rows // 2]
+
+    # -- comparisons -------------------------------------------------------------------------------------------
+
+    def _call(self, function: Function, case: Case, weights: Mapping[str, torch.Tensor]) -> tuple[dict, dict]:
+        caches = case.copy_caches()
+        code = self.functions[function.symbol]
+        return call_function(function, code, inputs=case.inputs, caches=caches, weights=weights), caches
+
+    def _reference(self, function: Function, case: Case) -> tuple[dict, dict]:
+        circuit, caches = self.manifest.circuit, case.copy_caches()
+        entry = circuit.entry(function.entry)
+        outputs = list(entry.outputs)
+        if outputs and "logits" in dict(circuit.outputs) and "logits" not in outputs:
+            outputs.append("logits")  # to tell a tie from a wrong token
+        call: dict[str, Any] = {"outputs": outputs} if outputs else {"entry": entry.name}
+        with torch.no_grad():
+            made = interpret(circuit, inputs=case.inputs, weights=self.weights, states=caches, **call)
+        return made, caches
+
+    def _compare(
+        self,
+        function: Function,
+        case: Case,
+        weights: Mapping[str, torch.Tensor],
+        wrong: Mapping[str, torch.Tensor] | None = None,
+    ) -> Iterator[tuple[str, Comparison]]:
+        """Compiled against reference; with `wrong`, the compiled program gets those weights instead."""
+        act = TORCH_DTYPES[self.manifest.circuit.act]
+        made, caches = self._call(function, case, wrong or weights)
+        wanted, reference_caches = self._reference(function, case)
+        yield from compare_outputs(made, wanted, case.live, act)
+        yield from compare_caches(case, caches, reference_caches)
+        if wrong is not None or self.manifest.circuit.entry(function.entry).rows == "context" or case.live < 2:
+            return
+        row = int(torch.randint(case.live, (), generator=self.generator))
+        quiet, _ = self._call(function, _with_idle_others(case, row), weights)
+        yield "isolated", compare_same_bits(made, quiet, row)
+        single = next((f for f in self.manifest.functions.values() if (f.entry, f.rows) == (function.entry, 1)), None)
+        if single is not None and single is not function:
+            alone, _ = self._call(single, case.only([row]), weights)
+            here = {name: tensor[row : row + 1] for name, tensor in made.items()}
+            logits = {"logits": wanted["logits"][row : row + 1]} if "logits" in wanted else {}
+            yield "alone", Comparison.worst(c for _, c in compare_outputs(here, {**logits, **alone}, 1, act))
+
+
+def _with_idle_others(case: Case, row: int) -> Case:
+    """The case with every row but one idle, at its own place."""
+    keep = torch.arange(case.rows) == row
+    caches = {}
+    for name, cache in case.caches.items():
+        idle = {"slot": torch.where(keep, cache.slot, -1), "length": cache.length * keep, "seq": cache.seq * keep}
+        caches[name] = type(cache)(**{**vars(cache), **{part: tensor.to(torch.int32) for part, tensor in idle.items()}})
+    inputs = {name: tensor * keep.view(-1, *[1] * (tensor.dim() - 1)).to(tensor.dtype) for name, tensor in case.inputs.items()}
+    return Case(inputs, caches, case.spans)

@@ -1,0 +1,66 @@
+"""Weights that a drafter borrows from its target, read from a folder in any form that transformers can load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ..artifact.manifest import Manifest
+from ..errors import CheckpointError, Fault
+from ..ops import TORCH_DTYPES
+
+
+def gguf_file(folder: str | Path) -> Path | None:
+    """The GGUF file to load from a folder (or the file itself), None where the folder has safetensors or nothing.
+
+    Raises:
+        CheckpointError: several, and no way to tell which.
+    """
+    folder = Path(folder)
+    if folder.is_file():
+        return folder if folder.suffix == ".gguf" else None
+    if any(folder.glob("*.safetensors")):
+        return None
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise CheckpointError(Fault("has several GGUF files", where=str(folder), got=names, hint="Give one file's path."))
+    return files[0] if files else None
+
+
+def borrowed_weights(manifest: Manifest, target_model: str | Path | None) -> dict[str, torch.Tensor]:
+    """Embedding and lm_head of a GGUF target by circuit name, in the artifact's types; empty for any other target.
+
+    Safetensors folders are memory-mapped by the runtime itself. A GGUF's tensors are dequantised here, which copies.
+    """
+    file = gguf_file(target_model) if target_model is not None else None
+    if file is None:
+        return {}
+    from transformers import AutoModelForCausalLM
+
+    target = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+    return target_tensors(manifest, target)
+
+
+def target_tensors(manifest: Manifest, target: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What `manifest` borrows from a loaded target, in the artifact's types; tied weights stay one tensor."""
+    state = target.state_dict()
+    made: dict[tuple[int, str], torch.Tensor] = {}
+    weights = {}
+    for name, spec in manifest.weights.items():
+        if spec.source in ("target", "host") and spec.tensor in state:
+            source = state[spec.tensor]
+            key = (source.data_ptr(), spec.dtype)
+            if key not in made:
+                made[key] = source.to(TORCH_DTYPES[spec.dtype]).contiguous()
+            weights[name] = made[key]
+    return weights
+
+
+def drafter_folder(manifest: Manifest, given: str | Path | None) -> Path | None:
+    """The drafter's checkpoint: the given folder, or the one that was compiled from, where it still is."""
+    if given is not None:
+        return Path(given)
+    recorded = manifest.options.get("model")
+    return Path(recorded) if isinstance(recorded, str) and Path(recorded).is_dir() else None

@@ -1,0 +1,158 @@
+"""Binding weights: from the host's own tensors or from checkpoint folders, by name, without copies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from circuitgraph.artifact import Artifact, Manifest, WeightSpec, config_digest
+from circuitgraph.circuit.ir import Circuit
+from circuitgraph.errors import CheckpointError, Fault, RuntimeUseError, did_you_mean
+from circuitgraph.ops import DTYPE_NAMES, TORCH_DTYPES
+
+from .rope import RopeSpec, rope_tables
+
+
+def bind_weights(
+    artifact: Artifact,
+    *,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    model: str | Path | None = None,
+    target_model: str | Path | None = None,
+    device: torch.device | str = "cpu",
+    max_position: int | None = None,
+    seed: int = 0,
+) -> dict[str, torch.Tensor]:
+    """Every weight of the artifact's circuit by its circuit name, and the RoPE tables.
+
+    Args:
+        weights: the host's own tensors by circuit name; they win over folders.
+        model: the drafter's checkpoint folder, whose config must be the one that was compiled for; or only a config.json.
+        target_model: the target's checkpoint folder, for embedding and lm_head; `model` when not given.
+        max_position: rows of the RoPE tables, where the kind permits more or fewer than the manifest's.
+        seed: of made-up weights (a program compiled from a config alone).
+
+    Raises:
+        CheckpointError: a folder, config or tensor that does not fit, naming both sides.
+        RuntimeUseError: given weights that do not fit, or a weight that nothing provides.
+    """
+    manifest, device = artifact.manifest, torch.device(device)
+    folders: dict[str, Path] = {}
+    if model is not None:
+        _check_config(manifest, Path(model))
+        if Path(model).is_dir():
+            folders["drafter"] = folders["target"] = Path(model)
+    if target_model is not None:
+        folders["target"] = Path(target_model)
+    if manifest.weight_file is not None:
+        folders["artifact"] = (artifact.folder / manifest.weight_file).parent
+    given = dict(weights or {})
+    wanted: dict[str, dict[str, WeightSpec]] = {}
+    for name, spec in manifest.weights.items():
+        if name not in given:
+            wanted.setdefault(spec.source, {})[name] = spec
+    for source, folder in folders.items():
+        given.update(_from_folder(folder, wanted.get(source, {}), device))
+    given.update(_made_up(manifest.circuit, wanted.get("random", {}), seed, device))
+    for name, spec in manifest.rope.items():
+        tables = rope_tables(RopeSpec.from_json(spec), max_position or manifest.max_position, device)
+        for part, tensor in zip(("cos", "sin"), tables, strict=True):
+            given.setdefault(f"{name}.{part}", tensor)
+    return check_weights(manifest, given, device)
+
+
+def check_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """The weights, after comparing each with the manifest.
+
+    Raises:
+        RuntimeUseError: every one that is missing, unknown, or of another shape, dtype, layout or device.
+    """
+    tables = {value.name: value for table in manifest.circuit.tables for value in table.tensors()}
+    faults = []
+    for name in sorted({*manifest.weights, *tables} - set(weights)):
+        source = manifest.weights[name].source if name in manifest.weights else "table"
+        hint = {
+            "drafter": "Give model=, the drafter's checkpoint folder.",
+            "target": "Give target_model=, or the tensor itself in weights=.",
+            "host": f"Give the target's own tensor in weights={{'{name}': ...}}.",
+        }
+        faults.append(Fault("nothing provides it", where=manifest.program, subject=name, hint=hint.get(source)))
+    for name, tensor in weights.items():
+        if name in manifest.weights:
+            spec = manifest.weights[name]
+            dtype, shape = spec.dtype, spec.shape
+        elif name in tables:
+            dtype, shape = "f32", (tensor.shape[0], tables[name].type.shape[1])  # type: ignore[union-attr]
+        else:
+            hint = did_you_mean(name, {*manifest.weights, *tables})
+            faults.append(Fault("is not a weight of this program", where=manifest.program, subject=name, hint=hint))
+            continue
+        fits = tuple(tensor.shape) == shape and tensor.dtype == TORCH_DTYPES[dtype]
+        if not (fits and tensor.is_contiguous() and tensor.device == device):
+            layout = "" if tensor.is_contiguous() else "strided "
+            got = f"{layout}{_dtype(tensor)}{list(tensor.shape)} on {tensor.device}"
+            expected = f"contiguous {dtype}{list(shape)} on {device}"
+            faults.append(Fault("does not fit", where=manifest.program, subject=name, expected=expected, got=got))
+    if faults:
+        raise RuntimeUseError(faults)
+    return dict(weights)
+
+
+def _check_config(manifest: Manifest, model: Path) -> None:
+    """Refuse another model than the one that the program was compiled for. `model` is a folder, or its config.json."""
+    file = model / "config.json" if model.is_dir() else model
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(Fault(f"cannot be read: {error}", where=str(file))) from error
+    found, compiled = config_digest(config)[:16], manifest.model.config_digest[:16]
+    if found != compiled:
+        message = f"is not the model that the artifact was compiled for ('{manifest.model.name}')"
+        hint = "Compile again for this model, or give the folder of the other."
+        raise CheckpointError(Fault(message, where=str(file), expected=f"config digest {compiled}", got=found, hint=hint))
+
+
+def _from_folder(folder: Path, specs: Mapping[str, WeightSpec], device: torch.device) -> dict[str, torch.Tensor]:
+    """Weights from a checkpoint folder, memory-mapped; copied only where compiling asked for another dtype."""
+    if not specs:
+        return {}
+    from circuitgraph.checkpoint.files import TensorFiles  # needs safetensors, which only folders need
+
+    files = TensorFiles.open(folder)
+    faults = []
+    for name, spec in specs.items():
+        if spec.tensor not in files:
+            hint = did_you_mean(spec.tensor, files.names)
+            faults.append(Fault(f"no tensor '{spec.tensor}', which '{name}' is bound from", where=str(folder), hint=hint))
+            continue
+        info = files.info(spec.tensor)
+        if info.shape != spec.shape or info.dtype not in (spec.dtype, spec.stored):
+            expected = f"{spec.stored or spec.dtype}{list(spec.shape)} ('{name}')"
+            faults.append(Fault("does not fit", where=str(info.file), subject=spec.tensor, expected=expected, got=str(info)))
+    if faults:
+        raise CheckpointError(faults)
+    tensors = files.load({spec.tensor for spec in specs.values()})
+    return {name: tensors[spec.tensor].to(device, TORCH_DTYPES[spec.dtype]) for name, spec in specs.items()}
+
+
+def _made_up(
+    circuit: Circuit, specs: Mapping[str, WeightSpec], seed: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Weights of a program that was compiled from a config alone; tied ones share their tensor."""
+    if not specs:
+        return {}
+    from circuitgraph.checkpoint.random_weights import random_weight
+
+    weights = {weight.name: weight for weight in circuit.weights}
+    made: dict[str, torch.Tensor] = {}
+    for name, spec in specs.items():
+        if spec.tensor not in made:
+            made[spec.tensor] = random_weight(circuit, weights[name], seed).to(device)
+    return {name: made[spec.tensor] for name, spec in specs.items()}
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))

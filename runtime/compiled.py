@@ -1,0 +1,366 @@
+"""`CompiledRunner`: an artifact's functions behind the `DraftRunner` interface.
+
+Every function has staging tensors that are allocated once and never move; a call copies rows in, launches, and copies
+results out. Weights are borrowed: a function is handed the caller's own memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import tvm_ffi
+
+from circuitgraph.artifact import Arg, Artifact, Function, Manifest
+from circuitgraph.errors import ArtifactError, Fault, RuntimeUseError
+from circuitgraph.ops import TORCH_DTYPES, PagedKV
+
+from .binding import check_weights
+from .cover import cover
+from .runner import Caches, DraftChain, DraftRunner, DraftStep
+
+log = logging.getLogger("circuitgraph.runtime")
+
+FALLBACKS = ("cover", "single")
+_DTYPES = {**TORCH_DTYPES, "u8": torch.uint8, "i8": torch.int8}
+_IDLE = {"slot": -1, "seq": 0, "length": 0}
+"""How an idle row is addressed: it writes nowhere, and sees nothing of sequence 0."""
+
+
+class CompiledRunner(DraftRunner):
+    """Runs compiled programs: the exact n-row one, or what `fallback` says.
+
+    Args:
+        manifest: what was compiled.
+        functions: symbol to callable, as `open_library` gives them.
+        weights: every weight of the manifest by circuit name, and the tables' tensors. Borrowed.
+        fallback: "cover", the fewest programs whose widths sum to at least n; "single", n runs of the one-row program.
+
+    Raises:
+        RuntimeUseError: weights that do not fit. ArtifactError: a fallback that the artifact cannot serve.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        functions: Mapping[str, Callable[..., Any]],
+        weights: Mapping[str, torch.Tensor],
+        *,
+        device: torch.device | str = "cpu",
+        fallback: str = "cover",
+    ):
+        super().__init__()
+        self.manifest = manifest
+        self.circuit = manifest.circuit
+        self.device = torch.device(device)
+        if fallback not in FALLBACKS:
+            fault = Fault("no such fallback", subject="fallback", expected=", ".join(FALLBACKS), got=repr(fallback))
+            raise RuntimeUseError(fault)
+        if fallback == "single" and 1 not in manifest.widths("draft"):
+            raise ArtifactError(Fault("has no one-row draft program, which fallback='single' needs", where=manifest.program))
+        self.fallback = fallback
+        self.weights = check_weights(manifest, weights, self.device)
+        workspace = _Workspace(manifest, self.device)
+        self._programs = {
+            (function.entry, function.rows): _Program(function, functions[function.symbol], workspace, self.device)
+            for function in manifest.functions.values()
+        }
+        self._block_size = _compiled_block_size(manifest)
+        self._logged: set[tuple[str, int]] = set()
+        self._bind()
+
+    def _bind(self) -> None:
+        converted = {name: tvm_ffi.from_dlpack(tensor.detach()) for name, tensor in self.weights.items()}
+        for program in self._programs.values():
+            program.bind(converted)
+
+    def rebind(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Use other tensors for some or all weights from the next call on, without compiling.
+
+        Raises:
+            RuntimeUseError: one that does not fit; then none was changed.
+        """
+        self.weights = check_weights(self.manifest, {**self.weights, **weights}, self.device)
+        self._bind()
+
+    # -- facts -------------------------------------------------------------------------------------------------
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return self.manifest.widths("draft")
+
+    @property
+    def context_rows(self) -> tuple[int, ...]:
+        return self.manifest.widths("context")
+
+    @property
+    def block_size(self) -> int | None:
+        return self._block_size
+
+    def serves(self, n: int) -> str | None:
+        return self._path("draft", n)
+
+    def _path(self, entry: str, n: int) -> str | None:
+        widths = self.manifest.widths(entry)
+        if n < 1 or not widths:
+            return None
+        if n in widths:
+            return "n-row"
+        return "split" if self.fallback == "cover" else "single"
+
+    # -- work --------------------------------------------------------------------------------------------------
+
+    def draft(self, token, hidden, position, kv) -> DraftStep:
+        n = self._check_rows(token, hidden, position, kv)
+        out = self._run_rows("draft", n, _Rows(token, hidden, position, kv))
+        return DraftStep(out["draft"], out["logprob"], out["next_hidden"])
+
+    def logits(self, token, hidden, position, kv) -> tuple[torch.Tensor, torch.Tensor]:
+        n = self._check_rows(token, hidden, position, kv)
+        out = self._run_rows("logits", n, _Rows(token, hidden, position, kv))
+        return out["logits"], out["next_hidden"]
+
+    def context(self, token, hidden, position, kv) -> None:
+        n = self._check_rows(token, hidden, position, kv)
+        rows = _Rows(token, hidden, position, kv)
+        for program, first, count in self._parts("context", n):
+            program.stage(rows, first, count)
+            program.run()
+
+    def chain(self, steps, token, hidden, position, kv, slots) -> DraftChain:
+        n = self._check_rows(token, hidden, position, kv)
+        ragged = self._check_chain(steps, n, position, slots)
+        drafts = torch.empty(n, steps, dtype=torch.int32, device=self.device)
+        logprobs = torch.empty(n, steps, device=self.device)
+        next_hidden = torch.empty(n, self.hidden_size, dtype=TORCH_DTYPES[self.circuit.act], device=self.device)
+        rows = _Rows(token, hidden, position, kv, slot=slots[0])
+        self._count("draft", n)
+        for program, first, count in self._parts("draft", n):
+            last = first + count
+            made = zip(drafts[first:last].unbind(1), logprobs[first:last].unbind(1), strict=True)
+            written = slots[:, first:last].unbind(0)
+            program.stage(rows, first, count)
+            for step, (draft, logprob) in enumerate(made):
+                if step:
+                    program.advance(count, written[step], written[step] < 0 if ragged else None)
+                program.run()
+                out = program.outputs(count)
+                draft.copy_(out["draft"])
+                logprob.copy_(out["logprob"])
+            next_hidden[first:last].copy_(program.outputs(count)["next_hidden"])
+        if ragged:
+            stopped = (slots < 0).T
+            drafts.masked_fill_(stopped, -1)
+            logprobs.masked_fill_(stopped, float("nan"))
+        return DraftChain(drafts, logprobs, next_hidden)
+
+    def _run_rows(self, entry: str, n: int, rows: _Rows) -> dict[str, torch.Tensor]:
+        results: list[dict[str, torch.Tensor]] = []
+        parts = list(self._parts(entry, n))
+        self._count(entry, n)
+        for program, first, count in parts:
+            program.stage(rows, first, count)
+            program.run()
+            results.append({name: tensor.clone() for name, tensor in program.outputs(count).items()})
+        if len(results) == 1:
+            return results[0]
+        return {name: torch.cat([part[name] for part in results]) for name in results[0]}
+
+    def _parts(self, entry: str, n: int) -> Iterator[tuple[_Program, int, int]]:
+        """(program, first row, rows) that serve n rows of `entry`, in order."""
+        widths = self.manifest.widths(entry)
+        if not widths:
+            hint = f"It has: {', '.join(sorted({f.entry for f in self.manifest.functions.values()}))}."
+            raise RuntimeUseError(Fault(f"the artifact has no '{entry}' programs", where=self.circuit.name, hint=hint))
+        # Context rows are always chunked: the one-row fallback is about drafting.
+        single = self.fallback == "single" and entry != "context" and n not in widths and 1 in widths
+        first = 0
+        for width in (1,) * n if single else cover(n, widths):
+            count = min(width, n - first)
+            yield self._programs[entry, width], first, count
+            first += count
+
+    def _count(self, entry: str, n: int) -> None:
+        path = self._path(entry, n)
+        assert path is not None
+        self.paths[path] += 1
+        if (entry, n) not in self._logged:
+            self._logged.add((entry, n))
+            level = logging.INFO if path == "n-row" else logging.WARNING
+            widths = self.manifest.widths(entry)
+            log.log(level, "%s: %d rows of '%s' run as %s (compiled: %s)", self.circuit.name, n, entry, path, widths)
+
+
+class _Rows(NamedTuple):
+    """The rows of one call. `slot`, where given, stands in for every cache's own."""
+
+    token: torch.Tensor
+    hidden: torch.Tensor
+    position: torch.Tensor
+    kv: Caches
+    slot: torch.Tensor | None = None
+
+
+class _Views(NamedTuple):
+    """Staging tensors of one program, cut after its first `count` rows: pairs (real rows, idle rows)."""
+
+    inputs: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    addressing: dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]]
+    outputs: dict[str, torch.Tensor]
+
+
+class _Program:
+    """One function, its staging tensors and its argument list; cutting views and converting tensors is done once."""
+
+    def __init__(self, spec: Function, call: Callable[..., Any], workspace: _Workspace, device: torch.device):
+        self.spec, self.call = spec, call
+        self.rows = spec.rows
+        self.inputs: dict[str, torch.Tensor] = {}
+        self.addressing: dict[str, dict[str, torch.Tensor]] = {}
+        self.made: dict[str, torch.Tensor] = {}
+        self.args: list[Any] = [None] * len(spec.args)
+        self.weights: dict[int, str] = {}
+        self.storage: dict[str, dict[str, int]] = {}
+        """State to the places in `args` of what its caches bring: k, v, table, start."""
+        self._last: dict[str, PagedKV] = {}
+        self._views: dict[int, _Views] = {}
+        for index, arg in enumerate(spec.args):
+            self._place(index, arg, workspace, device)
+
+    def _place(self, index: int, arg: Arg, workspace: _Workspace, device: torch.device) -> None:
+        state, _, part = arg.name.rpartition(".")
+        if arg.role in ("weight", "table"):
+            self.weights[index] = arg.name
+            return
+        if arg.role == "state" and part not in _IDLE:
+            self.storage.setdefault(state, {})[part] = index
+            return
+        if arg.role == "workspace":
+            tensor = workspace.view(arg)
+        else:
+            tensor = torch.zeros(arg.shape, dtype=_DTYPES[arg.dtype], device=device)  # type: ignore[arg-type]
+            if arg.role == "state":
+                self.addressing.setdefault(state, {})[part] = tensor
+            else:
+                (self.inputs if arg.role == "input" else self.made)[arg.name] = tensor
+        self.args[index] = tvm_ffi.from_dlpack(tensor)
+
+    def bind(self, converted: Mapping[str, Any]) -> None:
+        for index, name in self.weights.items():
+            self.args[index] = converted[name]
+
+    def stage(self, rows: _Rows, first: int, count: int) -> None:
+        """Copy rows first..first+count-1 in, and rewrite the rows after them as idle."""
+        whole = count == rows.token.shape[0]
+        last = first + count
+        views = self.views(count)
+        for name, (real, idle) in views.inputs.items():
+            source = getattr(rows, name)
+            real.copy_(source if whole else source[first:last])
+            if count < self.rows:
+                idle.zero_()
+        for state, parts in views.addressing.items():
+            cache = rows.kv[state]
+            for part, (real, idle) in parts.items():
+                source = rows.slot if part == "slot" and rows.slot is not None else getattr(cache, part)
+                real.copy_(source if whole else source[first:last])
+                if count < self.rows:
+                    idle.fill_(_IDLE[part])
+        for state, places in self.storage.items():
+            cache, previous = rows.kv[state], self._last.get(state)
+            for part, index in places.items():
+                tensor = getattr(cache, part)
+                if previous is None or tensor is not getattr(previous, part):
+                    self.args[index] = tvm_ffi.from_dlpack(tensor)
+            self._last[state] = cache
+
+    def advance(self, count: int, slot: torch.Tensor, stopped: torch.Tensor | None) -> None:
+        """Make the last call's results the next call's inputs, one position on. `stopped` rows see and write nothing."""
+        views = self.views(count)
+        views.inputs["token"][0].copy_(views.outputs["draft"])
+        views.inputs["hidden"][0].copy_(views.outputs["next_hidden"])
+        position = views.inputs["position"][0]
+        position.add_(1)
+        if stopped is not None:
+            position.masked_fill_(stopped, 0)
+        for parts in views.addressing.values():
+            if "slot" in parts:
+                parts["slot"][0].copy_(slot)
+            if "length" in parts:
+                parts["length"][0].add_(1)
+                if stopped is not None:
+                    parts["length"][0].masked_fill_(stopped, 0)
+
+    def run(self) -> None:
+        self.call(*self.args)
+
+    def outputs(self, count: int) -> dict[str, torch.Tensor]:
+        """The first `count` rows of the last call's outputs; valid until the next."""
+        return self.views(count).outputs
+
+    def views(self, count: int) -> _Views:
+        views = self._views.get(count)
+        if views is None:
+            cut = lambda tensors: {name: (tensor[:count], tensor[count:]) for name, tensor in tensors.items()}  # noqa: E731
+            addressing = {state: cut(parts) for state, parts in self.addressing.items()}
+            outputs = {name: tensor[:count] for name, tensor in self.made.items()}
+            views = self._views[count] = _Views(cut(self.inputs), addressing, outputs)
+        return views
+
+
+class _Workspace:
+    """One memory for the intermediates of every program: they never run at the same time."""
+
+    def __init__(self, manifest: Manifest, device: torch.device):
+        sizes = [function.workspace_bytes for function in manifest.functions.values()]
+        self.memory = torch.zeros(max(sizes, default=0), dtype=torch.uint8, device=device)
+
+    def view(self, arg: Arg) -> torch.Tensor:
+        dtype = _DTYPES[arg.dtype]
+        shape = [int(dim) for dim in arg.shape]
+        size = dtype.itemsize
+        for dim in shape:
+            size *= dim
+        return self.memory[:size].view(dtype).view(shape)
+
+
+def open_library(artifact: Artifact, *, threads: int | None = None) -> dict[str, Callable[..., Any]]:
+    """Load the artifact's (verified) library: symbol to function.
+
+    threads: of parallel loops; None leaves it to the library, which then follows torch.
+
+    Raises:
+        ArtifactError: it does not load here, or lacks a function that the manifest lists.
+    """
+    path = artifact.library.resolve()
+    try:
+        module = tvm_ffi.load_module(str(path))
+    except Exception as error:
+        hint = "It needs this platform's C++ runtime and tvm-ffi; compile it again here."
+        raise ArtifactError(Fault(f"does not load: {error}", where=str(path), hint=hint)) from error
+    functions = {}
+    for function in artifact.manifest.functions.values():
+        if not module.implements_function(function.symbol):
+            raise ArtifactError(Fault(f"has no function '{function.symbol}'", where=str(path), hint="Compile again."))
+        functions[function.symbol] = module.get_function(function.symbol)
+    _set_threads(module, threads, path)
+    return functions
+
+
+def _set_threads(module: Any, threads: int | None, path: Path) -> None:
+    """CPU libraries export `circuitgraph_init(threads)`; 0 lets the library decide. Device libraries have none."""
+    if threads is not None and threads < 1:
+        raise RuntimeUseError(Fault("needs at least one thread", where=str(path), subject="threads", got=str(threads)))
+    if module.implements_function("circuitgraph_init"):
+        module.get_function("circuitgraph_init")(threads or 0)
+
+
+def _compiled_block_size(manifest: Manifest) -> int | None:
+    """The block size that a program's state arguments fix; None when they leave it open."""
+    storage = {f"{state.name}.k" for state in manifest.circuit.states}
+    sizes = {arg.shape[3] for f in manifest.functions.values() for arg in f.args if arg.name in storage}
+    return next((size for size in sizes if isinstance(size, int)), None)
+

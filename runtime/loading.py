@@ -1,0 +1,49 @@
+"""From an artifact on disk to a runner that drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from circuitgraph.artifact import read_artifact
+
+from .binding import bind_weights
+from .compiled import CompiledRunner, open_library
+
+
+def load(
+    path: str | Path,
+    *,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    model: str | Path | None = None,
+    target_model: str | Path | None = None,
+    threads: int | None = None,
+    fallback: str = "cover",
+    max_position: int | None = None,
+    seed: int = 0,
+) -> CompiledRunner:
+    """Verify an artifact (folder or zip), bind its weights and load its library.
+
+    Args:
+        weights: the host's own tensors by circuit name (`embed_tokens`, `lm_head`, ...), borrowed without a copy.
+        model: the drafter's checkpoint folder, memory-mapped.
+        target_model: the target's, where embedding and lm_head come from; `model` when not given.
+        threads: of the CPU library's parallel loops; None follows torch.
+        fallback: how widths without a program run: "cover" or "single" (see `CompiledRunner`).
+        max_position: rows of the RoPE tables, instead of the manifest's: the longest sequence that will be served.
+        seed: of the weights of a program that was compiled from a config alone.
+
+    Raises:
+        ArtifactError: an artifact of another version or target, or a damaged one.
+        CheckpointError: a folder that is not the model compiled for. RuntimeUseError: tensors that do not fit.
+
+    >>> runner = load("head.artifact", model="head/", weights={"embed_tokens": embed, "lm_head": embed})  # doctest: +SKIP
+    >>> ReferenceRunner(runner.circuit, runner.weights)  # the same program, interpreted          # doctest: +SKIP
+    """
+    artifact = read_artifact(path)
+    bound = bind_weights(
+        artifact, weights=weights, model=model, target_model=target_model, max_position=max_position, seed=seed
+    )
+    return CompiledRunner(artifact.manifest, open_library(artifact, threads=threads), bound, fallback=fallback)

@@ -1,0 +1,165 @@
+"""`DraftProposer`: the lifecycle of drafting inside a server, and what every implementation promises.
+
+Words. The target's hidden after token t_p is h_p, and it chose t_(p+1). A drafter row pairs (h_p, t_(p+1)); its *pair
+key* is p, and it drafts t_(p+2). A state's *rows* are compact: row index, position and pair key are three numbers.
+
+Promises. Everything is checked before anything changes: a call that raises has changed nothing. A pool that ran out or a
+position limit never raises: the sequence gets no drafts, and `metrics.refusals` counts why. Sequences never share a row.
+Same inputs give the same drafts, whatever else is in the batch of one width. Calls are serialised by a lock.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Collection, Sequence
+
+import torch
+
+from .metrics import Metrics
+from .state import ProposerState
+
+Hiddens = torch.Tensor | Sequence[torch.Tensor]
+"""Target hiddens, one row each: a tensor [n, H] of any strides, or n tensors [H]; any float dtype."""
+
+
+class DraftProposer(abc.ABC):
+    """Drafts for many sequences.
+
+    All methods raise RuntimeUseError, with nothing changed, for a state of another proposer or a freed one, tokens
+    outside the vocabulary, hiddens of another shape, lists of unequal length, and positions out of order.
+    """
+
+    metrics: Metrics
+
+    # -- lives -------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def alloc_state(self) -> ProposerState:
+        """A new sequence of unknown length: it grows as far as unpromised memory allows."""
+
+    @abc.abstractmethod
+    def alloc_state_for(self, budget_tokens: int | None) -> ProposerState:
+        """A new sequence of at most `budget_tokens` (prompt + new tokens), whose memory is promised now and taken lazily.
+
+        Raises:
+            PoolExhausted: the memory cannot be promised; admit the sequence later.
+        """
+
+    @abc.abstractmethod
+    def free_state(self, state: ProposerState) -> None:
+        """Give everything back. Freeing twice does nothing."""
+
+    # -- context -----------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def prefill_drafter(self, prompt_tokens: Sequence[int], hiddens: Hiddens, state: ProposerState, *, first_pos: int = 0) -> int:
+        """Write the rows of a prompt, or of one chunk of it: row i pairs (hidden i, token i + 1).
+
+        Args:
+            prompt_tokens: P tokens.
+            hiddens: of the tokens 0..P-1, or 0..P-2: the last one's next token is not known here. A server that prefills
+                in chunks passes tokens[a : b + 1] with hiddens[a:b], so that no pair is lost between chunks.
+            first_pos: sequence position of prompt_tokens[0]; earlier ones (a cached prefix) have no rows.
+
+        Returns:
+            Rows written: P - 1, or 0 when the pool is exhausted.
+        """
+
+    @abc.abstractmethod
+    def prefill_hidden_rows(self, max_seq_len: int) -> int:
+        """How many hidden rows the proposer can use of a sequence that long: the size of a server's capture buffer."""
+
+    @abc.abstractmethod
+    def catchup_drafter(
+        self, tokens: Sequence[int], hiddens: Hiddens, row_base: int, pos_base: int, state: ProposerState
+    ) -> int:
+        """Append rows at `row_base`: row i pairs (hiddens[i], tokens[i]), tokens[0] being at sequence position `pos_base`.
+
+        Returns:
+            Rows written; 0, with nothing written, unless row_base == drafter_rows(state), or when the pool is exhausted.
+        """
+
+    @abc.abstractmethod
+    def catchup_batch(
+        self,
+        tokens: Sequence[Sequence[int]],
+        hiddens: Sequence[Hiddens],
+        first_pos: Sequence[int],
+        states: Sequence[ProposerState],
+    ) -> int:
+        """`catchup_drafter` at the end of many sequences in one go, all or nothing: the accepted drafts of the last verify.
+
+        tokens[i][j] is at sequence position first_pos[i] + j; hiddens[i][j] is the target's hidden of the token before it.
+
+        Returns:
+            Rows written over all sequences; 0 when the pool is exhausted.
+        """
+
+    # -- drafting ----------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def propose(
+        self,
+        last_token: int,
+        target_hidden: torch.Tensor,
+        position: int,
+        num_drafts: int,
+        state: ProposerState,
+        *,
+        stop_ids: Collection[int] = (),
+    ) -> list[int]:
+        """Up to `num_drafts` drafts that follow `last_token`.
+
+        Args:
+            last_token: the newest token, chosen by the target and not fed to it yet.
+            target_hidden: [H], the target's hidden that chose it.
+            position: sequence position of last_token; its row's pair key is position - 1.
+            stop_ids: a draft among them ends the chain (and is kept).
+
+        Returns:
+            The drafts; [] when the sequence can't draft now. `after_verify` must follow before the next propose.
+        """
+
+    @abc.abstractmethod
+    def propose_batch(
+        self,
+        last_tokens: Sequence[int],
+        target_hiddens: Hiddens,
+        positions: Sequence[int],
+        num_drafts: int,
+        states: Sequence[ProposerState],
+        *,
+        stop_ids: Collection[int] = (),
+        out_confidence: list[list[float]] | None = None,
+    ) -> list[list[int]] | None:
+        """`propose` for n sequences; each weight is read once per draft position.
+
+        Args:
+            out_confidence: receives, per sequence, the log-probability of each draft.
+
+        Returns:
+            One list per sequence, [] for one that can't draft now; None where this configuration cannot serve n
+            sequences at once (nothing has changed: propose one by one). n == 0 gives [] and runs nothing.
+        """
+
+    @abc.abstractmethod
+    def propose_batch_max(self) -> int:
+        """The most sequences that one drafter forward serves; more are served in parts."""
+
+    @abc.abstractmethod
+    def after_verify(self, num_accepted: int, state: ProposerState) -> None:
+        """Tell how many of the last propose's drafts the target accepted (0..their number); trims the rows."""
+
+    # -- what a server may ask ---------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def drafter_rows(self, state: ProposerState) -> int:
+        """Rows held. Fewer than expected: hiddens were not handed over, and drafts are worse for it."""
+
+    @abc.abstractmethod
+    def last_pair_key(self, state: ProposerState) -> int | None:
+        """Pair key of the newest row, None without rows."""
+
+    @abc.abstractmethod
+    def last_confidence(self, state: ProposerState) -> float | None:
+        """Smallest top-1 probability among the last propose's drafts, None when there were none."""

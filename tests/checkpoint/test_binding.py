@@ -1,0 +1,403 @@
+"""Binding: strict accounting of a checkpoint's tensors, and every refusal word by word."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from circuitgraph.checkpoint import bind, default_config, load_circuit, shipped_families
+from circuitgraph.circuit.text import format_circuit
+from circuitgraph.errors import CheckpointError, CircuitgraphError, ProgramError, RuntimeUseError
+from circuitgraph.interpret import interpret
+from tests.circuits import random_cache
+from tests.fixture_cases import FIXTURES
+
+Tensors = dict[str, torch.Tensor]
+LAYER = "mtp_layers.0."
+
+
+@pytest.fixture(autouse=True)
+def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages name paths, so work where they are short."""
+    monkeypatch.chdir(tmp_path)
+
+
+def edited(name: str, edit: Callable[[Tensors], object] = lambda tensors: None, config: dict | None = None) -> str:
+    """A copy of a fixture, called `m`, with other tensors and config keys."""
+    shutil.copytree(FIXTURES / name, "m")
+    tensors = load_file("m/model.safetensors")
+    edit(tensors)
+    save_file(tensors, "m/model.safetensors")
+    data = json.loads(Path("m/config.json").read_text())
+    Path("m/config.json").write_text(json.dumps({**data, **(config or {})}))
+    return "m"
+
+
+def refusal(call: Callable[[], object], kind: type[CircuitgraphError] = CheckpointError) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+# -- what is bound -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3_dense_mtp", "qwen3_5_mtp", "mimo_mtp"])
+def test_auto_recognises_the_family_and_accounts_for_everything(name: str) -> None:
+    bound = bind("auto", model=FIXTURES / name)
+    assert (bound.program, bound.family) == ("mtp_dense", name)
+    assert set(bound.tensors) == {weight.name for weight in bound.circuit.weights}
+    assert {row.weight for row in bound.report} == set(bound.tensors)
+    weights = bound.load_weights(positions=32)
+    for weight in bound.circuit.weights:
+        assert weights[weight.name].shape == weight.type.shape
+        assert weight.type.dtype == "bf16"
+    assert weights["rope.cos"].shape == (32, bound.config.values["rotary_dim"] // 2)
+
+
+def test_borrowed_and_tied() -> None:
+    dense = bind("auto", model=FIXTURES / "qwen3_dense_mtp").tensors
+    assert (dense["lm_head"].name, dense["lm_head"].source, dense["lm_head"].status) == ("lm_head.weight", "target", "borrowed")
+    bound = bind("auto", model=FIXTURES / "qwen3_5_mtp")
+    tied = bound.tensors["lm_head"]
+    assert (tied.name, tied.status) == ("model.language_model.embed_tokens.weight", "tied")
+    weights = bound.load_weights(positions=4)
+    assert weights["lm_head"].data_ptr() == weights["embed_tokens"].data_ptr()
+
+
+def test_a_stray_lm_head_of_a_tied_model_is_not_used() -> None:
+    model = edited("qwen3_5_mtp", lambda tensors: tensors.update({"lm_head.weight": torch.randn(512, 64)}))
+    assert bind("auto", model=model).tensors["lm_head"].status == "tied"
+
+
+def test_the_layer_index_is_found_in_the_file() -> None:
+    def move(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.startswith(LAYER)]:
+            tensors[name.replace(".0.", ".7.", 1)] = tensors.pop(name)
+
+    bound = bind("auto", model=edited("qwen3_dense_mtp", move))
+    assert bound.tensors["fc"].name == "mtp_layers.7.input_proj.weight"
+
+
+def test_a_sharded_checkpoint() -> None:
+    tensors = load_file(edited("qwen3_5_mtp") + "/model.safetensors")
+    names = sorted(tensors)
+    Path("m/model.safetensors").unlink()
+    weight_map = {}
+    for shard, part in enumerate((names[::2], names[1::2])):
+        save_file({name: tensors[name] for name in part}, f"m/model-{shard}.safetensors")
+        weight_map.update(dict.fromkeys(part, f"model-{shard}.safetensors"))
+    Path("m/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    sharded, whole = bind("auto", model="m"), bind("auto", model=FIXTURES / "qwen3_5_mtp")
+    assert sharded.circuit == whole.circuit
+    assert sharded.digest == whole.digest
+    one, other = sharded.load_weights(positions=4), whole.load_weights(positions=4)
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_each_weight_keeps_its_dtype_or_all_are_converted() -> None:
+    model = edited("mimo_mtp", lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].float()}))
+    kept = bind("auto", model=model)
+    assert {weight.name: weight.type.dtype for weight in kept.circuit.weights if weight.type.dtype != "bf16"} == {
+        "lm_head": "f32"
+    }
+    converted = bind("auto", model=model, wt="f16")
+    assert {weight.type.dtype for weight in converted.circuit.weights} == {"f16"}
+    assert converted.load_weights(positions=4)["fc"].dtype == torch.float16
+    assert {row.reason for row in converted.report} == {"converted to f16 when it is loaded"}
+
+
+def test_waived_tensors_are_reported_with_the_reason() -> None:
+    model = edited("qwen3_dense_mtp", lambda tensors: tensors.update({"lm_head.weight": torch.randn(512, 64)}))
+    bound = bind("auto", model=model)
+    assert bound.tensors["lm_head"].source == "target"
+    assert [(row.tensor, row.reason) for row in bound.report if row.status == "waived"] == [
+        ("lm_head.weight", "a copy of the target's lm_head, which is used instead")
+    ]
+
+
+def test_the_digest_is_of_what_the_drafter_depends_on() -> None:
+    digest = bind("auto", model=FIXTURES / "mimo_mtp").digest
+    assert bind("auto", model=edited("mimo_mtp", config={"transformers_version": "9"})).digest == digest
+    shutil.rmtree("m")
+    assert bind("auto", model=edited("mimo_mtp", config={"rope_theta": 1e4})).digest != digest
+    assert bind("auto", model=FIXTURES / "mimo_mtp", switches={"mask_first": False}).digest != digest
+
+
+def test_a_drafter_alone_asks_its_host() -> None:
+    model = edited("qwen3_dense_mtp")
+    shutil.rmtree("m/target")
+    bound = bind("auto", model=model, host_dtype="f32")
+    assert {name for name, ref in bound.tensors.items() if ref.source == "host"} == {"embed_tokens", "lm_head"}
+    assert {weight.name for weight in bound.circuit.weights if weight.type.dtype == "f32"} == {"embed_tokens", "lm_head"}
+    head = torch.randn(512, 64)
+    weights = bound.load_weights(positions=4, host={"embed_tokens": head, "lm_head": head})
+    assert weights["lm_head"].data_ptr() == head.data_ptr()
+    assert refusal(lambda: bound.load_weights(host={"lm_head": head.T, "lmhead": head}), RuntimeUseError) == (
+        "embed_tokens: a tensor of the host is missing; expected [512, 64]. "
+        "Give host={'embed_tokens': the target's model.embed_tokens.weight}, or bind with target_model=.\n"
+        "lm_head: a host tensor has the wrong shape; expected [512, 64]; got [64, 512]\n"
+        "mtp_dense: no weight 'lmhead'. Did you mean 'lm_head'?"
+    )
+
+
+@pytest.mark.parametrize("family", shipped_families())
+def test_a_bare_config_gets_random_weights(family: str) -> None:
+    config = default_config(family)
+    section = next((config[key] for key in ("text_config", "transformer_layer_config") if key in config), config)
+    section.update(
+        hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=192, vocab_size=300
+    )
+    Path("config.json").write_text(json.dumps(config))
+    bound = bind("auto", model="config.json")
+    assert bound.family == family
+    assert {ref.source for ref in bound.tensors.values()} == {"random"}
+    weights = bound.load_weights(positions=32)
+    assert all(torch.equal(weights[name], same) for name, same in bound.load_weights(positions=32).items())
+    assert not torch.equal(weights["fc"], bound.load_weights(positions=32, seed=1)["fc"])
+    generator = torch.Generator().manual_seed(0)
+    rows = 6
+    inputs = {
+        "token": torch.arange(rows, dtype=torch.int32),
+        "hidden": torch.randn(rows, 128, generator=generator),
+        "position": torch.arange(1, rows + 1, dtype=torch.int32),
+    }
+    states = {"kv": random_cache(bound.circuit, [1] * rows, generator)}
+    out = interpret(bound.circuit, inputs=inputs, weights=weights, states=states, entry="logits")
+    for name, values in out.items():
+        assert 0.3 < values.std() < 3, f"{name} is out of scale"
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_missing() -> None:
+    model = edited("qwen3_dense_mtp", lambda tensors: tensors.pop(f"{LAYER}mlp.up_proj.weight"))
+    assert refusal(lambda: bind("auto", model=model)) == (
+        "m: no tensor for weight 'layer.ffn.up_proj'; expected 'mtp_layers.0.mlp.up_proj.weight'. "
+        "Did you mean 'mtp_layers.0.mlp.gate_proj.weight'?"
+    )
+
+
+def test_extra() -> None:
+    model = edited("qwen3_dense_mtp", lambda tensors: tensors.update({f"{LAYER}router.weight": torch.zeros(3)}))
+    assert refusal(lambda: bind("auto", model=model)) == (
+        "m: mtp_layers.0.router.weight: no weight of the program uses this tensor. "
+        "Program 'mtp_dense' does not model it. If it does not matter, waive it in family 'qwen3_dense_mtp'."
+    )
+
+
+def test_extra_that_a_switch_leaves_out() -> None:
+    message = refusal(lambda: bind("auto", model=edited("mimo_mtp"), switches={"qkv_bias": False}))
+    assert message.splitlines()[0] == (
+        "m: model.mtp_layers.0.self_attn.k_proj.bias: no weight of the program uses this tensor. "
+        "It is 'layer.attn.k_bias', which these switches leave out: concat=hidden_first, norm=plain, target_hidden=post_norm, "
+        "recycle=post_norm, rope_position=token, rope_style=half, mask_first=true, fc_bias=false, qkv_bias=false, "
+        "output_bias=false, qk_norm=false, attention_gate=false."
+    )
+    assert len(message.splitlines()) == 3
+
+
+def test_transposed() -> None:
+    def transpose(tensors: Tensors) -> None:
+        tensors[f"{LAYER}input_proj.weight"] = tensors[f"{LAYER}input_proj.weight"].T.contiguous()
+
+    assert refusal(lambda: bind("auto", model=edited("qwen3_dense_mtp", transpose))) == (
+        "m/model.safetensors: mtp_layers.0.input_proj.weight: weight 'fc' has another shape; "
+        "expected [64, 128]; got [128, 64]. Is it transposed? Weights are stored [out, in]."
+    )
+
+
+def test_other_shape() -> None:
+    model = edited("qwen3_dense_mtp", lambda tensors: tensors.update({f"{LAYER}self_attn.q_norm.weight": torch.ones(16)}))
+    assert refusal(lambda: bind("auto", model=model)) == (
+        "m/model.safetensors: mtp_layers.0.self_attn.q_norm.weight: weight 'layer.attn.q_norm' has another shape; "
+        "expected [32]; got [16]. The shape follows from m/config.json and the switches: is it the config of these tensors?"
+    )
+
+
+def test_quantised() -> None:
+    def quantise(tensors: Tensors) -> None:
+        name = f"{LAYER}mlp.up_proj.weight"
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.ones(2, 1)
+
+    assert refusal(lambda: bind("auto", model=edited("qwen3_dense_mtp", quantise))) == (
+        "m/model.safetensors: mtp_layers.0.mlp.up_proj.weight: weight 'layer.ffn.up_proj' cannot be read from this dtype; "
+        "expected f32 or bf16 or f16; got F8_E4M3. Quantised tensors need a program that reads their format.\n"
+        "m: mtp_layers.0.mlp.up_proj.weight_scale_inv: no weight of the program uses this tensor. "
+        "Program 'mtp_dense' does not model it. If it does not matter, waive it in family 'qwen3_dense_mtp'."
+    )
+
+
+def test_faults_of_all_kinds_together() -> None:
+    def spoil(tensors: Tensors) -> None:
+        del tensors[f"{LAYER}final_layernorm.weight"]
+        tensors[f"{LAYER}extra"] = torch.zeros(1)
+        tensors[f"{LAYER}token_layernorm.weight"] = torch.zeros(64, dtype=torch.int64)
+        tensors[f"{LAYER}hidden_layernorm.weight"] = torch.zeros(65)
+
+    message = refusal(lambda: bind("auto", model=edited("qwen3_dense_mtp", spoil)))
+    assert [line.split(";")[0] for line in message.splitlines()] == [
+        "m/model.safetensors: mtp_layers.0.token_layernorm.weight: weight 'enorm' cannot be read from this dtype",
+        "m/model.safetensors: mtp_layers.0.hidden_layernorm.weight: weight 'hnorm' has another shape",
+        "m: no tensor for weight 'norm_weight'",
+        "m: mtp_layers.0.extra: no weight of the program uses this tensor. Program 'mtp_dense' does not model it. "
+        "If it does not matter, waive it in family 'qwen3_dense_mtp'.",
+    ]
+
+
+def test_no_drafter_in_the_checkpoint() -> None:
+    def strip(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.startswith("mtp.")]:
+            del tensors[name]
+
+    assert refusal(lambda: bind("auto", model=edited("qwen3_5_mtp", strip))) == (
+        "m: family 'qwen3_5_mtp' wants tensors 'mtp.layers.{layer}.*' of one layer; got none. "
+        "Does this checkpoint have a drafter?"
+    )
+
+
+def test_several_modules() -> None:
+    model = edited("mimo_mtp", lambda tensors: tensors.update({"model.mtp_layers.1.input_proj.weight": torch.zeros(1)}))
+    assert refusal(lambda: bind("auto", model=model)) == (
+        "m: family 'mimo_mtp' wants tensors 'model.mtp_layers.{layer}.*' of one layer; got 0, 1. "
+        "Several modules are not supported."
+    )
+
+
+def test_another_target() -> None:
+    message = refusal(lambda: bind("auto", model=FIXTURES / "qwen3_dense_mtp", target_model=edited("mimo_mtp")))
+    assert message == (
+        "m/config.json: hidden_size: target and drafter differ; "
+        f"expected 64 as in {FIXTURES}/qwen3_dense_mtp/config.json; got 128. This drafter belongs to another target."
+    )
+
+
+def test_a_target_without_the_tensors() -> None:
+    model = edited("qwen3_dense_mtp")
+    tensors = load_file("m/target/model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, "m/target/model.safetensors")
+    assert refusal(lambda: bind("auto", model=model)) == "m/target: no tensor for weight 'lm_head'; expected 'lm_head.weight'"
+
+
+def test_a_setting_that_is_not_modelled() -> None:
+    model = edited("mimo_mtp", config={"hidden_act": "gelu", "use_sliding_window": True})
+    assert refusal(lambda: bind("auto", model=model)) == (
+        "m/config.json: hidden_act: family 'mimo_mtp' does not model this setting; expected 'silu'; got 'gelu'. "
+        "Program 'mtp_dense' would compute something else.\n"
+        "m/config.json: use_sliding_window: family 'mimo_mtp' does not model this setting; expected False; got True. "
+        "Program 'mtp_dense' would compute something else."
+    )
+
+
+def test_a_key_that_the_program_needs() -> None:
+    model = edited("mimo_mtp", config={"intermediate_size": None})
+    assert refusal(lambda: bind("auto", model=model)) == (
+        "m/config.json: intermediate_size: the key is missing. Program 'mtp_dense' needs it for F."
+    )
+
+
+def test_an_unknown_model() -> None:
+    model = edited("mimo_mtp", config={"model_type": "mimo_v2"})
+    assert refusal(lambda: bind("auto", model=model)).startswith(
+        "m/config.json: no family recognises this config; expected llama_mtp: model_type llama_mtp; mimo_mtp: model_type mimo; "
+    )
+    assert bind("mtp_dense", model=model, family="mimo_mtp").family == "mimo_mtp"
+
+
+def test_mistaken_names_alone_do_not_decide() -> None:
+    """MiMo's leaf names with speculators' config is the embed-first family, and the other way round."""
+    assert bind("auto", model=FIXTURES / "qwen3_dense_mtp").switches["concat"] == "embed_first"
+    assert bind("auto", model=FIXTURES / "mimo_mtp").switches["concat"] == "hidden_first"
+
+
+def test_paths_and_names() -> None:
+    assert refusal(lambda: bind("auto", model="nowhere")) == (
+        "nowhere: the path does not exist. Give a model folder, or the path of a config.json."
+    )
+    assert refusal(lambda: bind("mtp_dens", model=FIXTURES / "mimo_mtp"), ProgramError) == (
+        "no program 'mtp_dens'. Did you mean 'mtp_dense'? Or give the path of a .yaml file."
+    )
+    assert refusal(lambda: bind("auto", model=FIXTURES / "mimo_mtp", family="mimo"), ProgramError) == (
+        "no family 'mimo'. Did you mean 'mimo_mtp'? Or give the path of a .yaml file."
+    )
+    message = refusal(lambda: bind("auto", model=FIXTURES / "mimo_mtp", switches={"mask_frst": True}), ProgramError)
+    assert message.endswith(": program 'mtp_dense' has no switch 'mask_frst'. Did you mean 'mask_first'?")
+
+
+# -- circuits without a checkpoint ---------------------------------------------------------------------------------
+
+
+def test_load_circuit_stands_in_with_examples() -> None:
+    default = load_circuit("mtp_dense")
+    assert default == load_circuit("mtp_dense", "llama_mtp")
+    assert dict(default.facts)["concat"] == "embed_first"
+    assert (
+        load_circuit("mtp_dense", "mimo_mtp", switches={"mask_first": False}).facts != load_circuit("mtp_dense", "mimo_mtp").facts
+    )
+
+
+def test_load_circuit_of_a_checkpoints_config() -> None:
+    bound = bind("auto", model=FIXTURES / "qwen3_5_mtp")
+    for config in (FIXTURES / "qwen3_5_mtp", FIXTURES / "qwen3_5_mtp" / "config.json", bound.config.raw.data):
+        assert load_circuit("mtp_dense", config=config) == bound.circuit
+
+
+def test_load_circuit_of_a_program_of_ones_own() -> None:
+    circuit = load_circuit("mtp_dense", "mimo_mtp")
+    Path("printed.yaml").write_text(format_circuit(circuit))
+    assert load_circuit("printed.yaml") == circuit
+    assert load_circuit("printed.yaml", config=default_config("mimo_mtp")) == circuit
+
+
+def test_a_program_of_ones_own_takes_any_config() -> None:
+    Path("own.yaml").write_text(
+        "program: own\ndims: {H: width}\ninputs: {hidden: 'act[n, H]'}\nweights: {fc: 'wt[3, H]'}\n"
+        "body: ['y = linear(hidden, fc)']\noutputs: {y: y}\nentries: {draft: {outputs: [y]}}\n"
+    )
+    assert str(load_circuit("own.yaml", config={"width": 5}).weights[0].type) == "bf16[3, 5]"
+
+
+def test_a_printed_circuit_binds_to_the_checkpoint_that_it_is_of() -> None:
+    bound = bind("auto", model=FIXTURES / "mimo_mtp")
+    Path("printed.yaml").write_text(format_circuit(bound.circuit))
+    assert bind("printed.yaml", model=FIXTURES / "mimo_mtp").circuit == bound.circuit
+    other = bind("auto", model=FIXTURES / "mimo_mtp", switches={"mask_first": False})
+    Path("printed.yaml").write_text(format_circuit(other.circuit))
+    message = refusal(lambda: bind("printed.yaml", model=FIXTURES / "mimo_mtp"), ProgramError)
+    assert message.startswith("programs/families/mimo_mtp.yaml:")
+    assert message.endswith(
+        ": the family states 'mask_first: true'; expected a switch of program 'mtp_dense'; got mask_first fixed to false there"
+    )
+
+
+def test_a_switch_from_a_config_value_of_the_wrong_kind() -> None:
+    model = edited("mimo_mtp", config={"attention_bias": "yes"})
+    assert refusal(lambda: bind("auto", model=model)) == (
+        "m/config.json: attention_bias: the value decides switch 'qkv_bias' and is of the wrong kind; "
+        "expected true or false; got 'yes'"
+    )
+
+
+def test_a_serving_box_needs_none_of_the_compilers_packages() -> None:
+    """Tensor files and RoPE tables with yaml, pydantic and networkx out of reach."""
+    script = (
+        "import sys\n"
+        "for name in ('yaml', 'pydantic', 'networkx', 'tvm'): sys.modules[name] = None\n"
+        "from circuitgraph.checkpoint.files import TensorFiles\n"
+        "from circuitgraph.runtime.rope import RopeSpec, rope_tables\n"
+        f"print(len(TensorFiles.open({str(FIXTURES / 'mimo_mtp')!r}).load(['lm_head.weight'])))\n"
+        "print(rope_tables(RopeSpec('default', 1e4, 8), 3)[0].shape)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ran.stdout.split("\n")[:2] == ["1", "torch.Size([3, 4])"], ran.stderr

@@ -1,0 +1,154 @@
+"""Configs: where values may stand, what they default to, and every refusal word by word."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from circuitgraph.checkpoint import read_config
+from circuitgraph.errors import CheckpointError
+
+PLAIN = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100, "rms_norm_eps": 1e-5}
+
+
+def test_defaults() -> None:
+    config = read_config(PLAIN)
+    assert config.values == {
+        **PLAIN,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "rotary_dim": 16,
+        "attention_scale": 0.25,
+        "tie_word_embeddings": False,
+    }
+    assert (config.rope.kind, config.rope.theta, config.rope.max_position) == ("default", 10000.0, None)
+
+
+def test_null_is_absent() -> None:
+    nulls = dict.fromkeys(["head_dim", "num_key_value_heads", "rope_scaling", "rope_theta", "tie_word_embeddings"])
+    assert read_config({**PLAIN, **nulls}).values == read_config(PLAIN).values
+
+
+def test_a_section_wins_and_the_top_level_helps_out() -> None:
+    config = read_config(
+        {"text_config": {**PLAIN, "hidden_size": 128}, "hidden_size": 7, "tie_word_embeddings": True}, ["text_config"]
+    )
+    assert config.values["hidden_size"] == 128
+    assert config.values["tie_word_embeddings"] is True
+    assert config.find("vocab_size") == 100
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5},
+        {"rope_parameters": {"rope_theta": 5e5}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "rope_theta": 5e5},
+        {"rope_parameters": {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}},
+        {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "rope_theta": 5e5},
+    ],
+)
+def test_theta_wherever_it_stands(rope: dict) -> None:
+    for config in (read_config({**PLAIN, **rope}), read_config({"text_config": {**PLAIN, **rope}}, ["text_config"])):
+        assert (config.rope.kind, config.rope.theta, config.rope.dim) == ("default", 5e5, 16)
+
+
+def test_partial_rotation_is_read_from_the_rope_parameters_too() -> None:
+    assert read_config({**PLAIN, "rope_parameters": {"partial_rotary_factor": 0.25}}).values["rotary_dim"] == 4
+    assert read_config({**PLAIN, "partial_rotary_factor": 0.5}).values["rotary_dim"] == 8
+
+
+REFUSALS = {
+    "missing": (
+        {key: value for key, value in PLAIN.items() if key != "vocab_size"} | {"vocabsize": 100},
+        "config: vocab_size: the key is missing; expected a positive integer. Did you mean 'vocabsize'?",
+    ),
+    "wrong kind": (
+        {**PLAIN, "hidden_size": "64"},
+        "config: hidden_size: the value is of the wrong kind; expected a positive integer; got '64'",
+    ),
+    "a boolean is no number": (
+        {**PLAIN, "num_attention_heads": True},
+        "config: num_attention_heads: the value is of the wrong kind; expected a positive integer; got True",
+    ),
+    "flag": (
+        {**PLAIN, "tie_word_embeddings": "no"},
+        "config: tie_word_embeddings: the value is of the wrong kind; expected true or false; got 'no'",
+    ),
+    "epsilon": (
+        {**PLAIN, "rms_norm_eps": "1e-5"},
+        "config: rms_norm_eps: the value is of the wrong kind; expected a positive number; got '1e-5'",
+    ),
+    "head_dim": (
+        {**PLAIN, "num_attention_heads": 5},
+        "config: hidden_size: does not split into 5 heads; got 64. Does the config lack 'head_dim'?",
+    ),
+    "groups": (
+        {**PLAIN, "num_key_value_heads": 3},
+        "config: num_key_value_heads: query heads do not split evenly; expected a divisor of num_attention_heads (4); got 3",
+    ),
+    "odd rotation": (
+        {**PLAIN, "partial_rotary_factor": 0.2},
+        "config: partial_rotary_factor: rotates 3 columns of a head; expected an even share of head_dim (16); got 0.2",
+    ),
+    "two thetas": (
+        {**PLAIN, "rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e4}},
+        "config: rope_theta: the config gives two values; expected 10000.0 as in its RoPE parameters; got 1000000.0",
+    ),
+    "kind": (
+        {**PLAIN, "rope_scaling": {"rope_type": "yarm", "factor": 4.0}},
+        "config: rope_scaling.rope_type: unknown RoPE kind 'yarm'; expected default, linear, dynamic, yarn, llama3. "
+        "Did you mean 'yarn'?",
+    ),
+    "scaling parameters": (
+        {**PLAIN, "rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}},
+        "config: rope_parameters.original_max_position_embeddings: RoPE kind 'llama3' needs this key; expected a positive number",
+    ),
+    "rope_scaling is no object": (
+        {**PLAIN, "rope_scaling": "linear"},
+        "config: rope_scaling: the value is of the wrong kind; expected an object; got 'linear'",
+    ),
+    "several at once": (
+        {"num_attention_heads": 0, "vocab_size": 100, "hidden_size": 64},
+        "config: num_attention_heads: the value is of the wrong kind; expected a positive integer; got 0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_refusals(config: dict, message: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_config(config)
+    assert str(caught.value) == message
+
+
+def test_faults_are_collected_and_name_the_section() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_config({"text_config": {"vocab_size": -1, "num_attention_heads": 2}}, ["text_config"])
+    assert str(caught.value) == (
+        "config: text_config.hidden_size: the key is missing; expected a positive integer\n"
+        "config: text_config.vocab_size: the value is of the wrong kind; expected a positive integer; got -1"
+    )
+
+
+FILES = {
+    "absent": (
+        None,
+        "config.json: the file does not exist. Give a model folder with a config.json, or the path of a config.json.",
+    ),
+    "not JSON": ('{"a": 1,\n oops}', "config.json:2: not valid JSON: Expecting property name enclosed in double quotes"),
+    "not an object": ("[1]", "config.json: a config is a JSON object; got list"),
+    "no section": (json.dumps(PLAIN), "config.json: the config has no section for the drafter; expected 'text_config'"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), FILES.values(), ids=FILES)
+def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path("config.json").write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        read_config("config.json", ["text_config"])
+    assert str(caught.value) == message

@@ -1,0 +1,149 @@
+"""Tensor files: which are opened, that nothing is copied, and what broken ones are told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from circuitgraph.checkpoint import TensorFiles
+from circuitgraph.checkpoint import files as files_module
+from circuitgraph.errors import CheckpointError
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Messages name paths, so work where they are short."""
+    monkeypatch.chdir(tmp_path)
+    Path("m").mkdir()
+    return Path("m")
+
+
+def sharded(folder: Path, weight_map: dict[str, str] | None = None) -> None:
+    """Tensor a in shard 1, b and c in shard 2."""
+    save_file({"a": torch.zeros(2)}, folder / "model-00001-of-00002.safetensors")
+    save_file({"b": torch.ones(3), "c": torch.ones(4)}, folder / "model-00002-of-00002.safetensors")
+    right = {"a": "model-00001-of-00002.safetensors", **dict.fromkeys("bc", "model-00002-of-00002.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {**right, **(weight_map or {})}}))
+
+
+def refusal(call) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_only_needed_shards_are_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sharded(folder)
+    opened = []
+    real = files_module.safe_open
+    monkeypatch.setattr(files_module, "safe_open", lambda file, **how: opened.append(file.name) or real(file, **how))
+    files = TensorFiles.open(folder)
+    assert sorted(files) == ["a", "b", "c"]
+    assert opened == []
+    assert str(files.info("b")) == "f32[3]"
+    assert files.load(["b", "c"])["c"].tolist() == [1.0] * 4
+    assert set(opened) == {"model-00002-of-00002.safetensors"}
+
+
+def test_data_is_mapped_not_copied(folder: Path) -> None:
+    save_file({"big": torch.zeros(16_000_000)}, folder / "model.safetensors")
+
+    def resident() -> int:
+        return next(
+            int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")
+        )
+
+    files = TensorFiles.open(folder)
+    before = resident()
+    tensor = files.load(["big"])["big"]
+    assert resident() - before < 8_000, "kB: reading 64 MB would show"
+    assert tensor.shape == (16_000_000,)
+
+
+def test_other_files_beside_the_weights_are_not_read(folder: Path) -> None:
+    save_file({"a": torch.zeros(2)}, folder / "model.safetensors")
+    save_file({"stray": torch.zeros(2)}, folder / "cases.safetensors")
+    assert list(TensorFiles.open(folder)) == ["a"]
+
+
+def test_an_index_wins_over_a_single_file(folder: Path) -> None:
+    sharded(folder)
+    save_file({"old": torch.zeros(2)}, folder / "model.safetensors")
+    assert list(TensorFiles.open(folder)) == ["a", "b", "c"]
+
+
+def test_the_only_file_may_have_another_name(folder: Path) -> None:
+    save_file({"a": torch.zeros(2)}, folder / "head.safetensors")
+    assert list(TensorFiles.open(folder)) == ["a"]
+    save_file({"b": torch.zeros(2)}, folder / "other.safetensors")
+    assert refusal(lambda: TensorFiles.open(folder)) == (
+        "m: no model weights here; expected model.safetensors or model.safetensors.index.json; "
+        "got head.safetensors, other.safetensors of *.safetensors"
+    )
+
+
+def test_quantised_dtypes_keep_their_names(folder: Path) -> None:
+    save_file(
+        {"a": torch.zeros(2, dtype=torch.float8_e4m3fn), "b": torch.zeros(2, dtype=torch.bfloat16)}, folder / "model.safetensors"
+    )
+    files = TensorFiles.open(folder)
+    assert [files.info(name).dtype for name in "ab"] == ["F8_E4M3", "bf16"]
+
+
+def test_absent_shard(folder: Path) -> None:
+    sharded(folder, {"d": "model-00003-of-00003.safetensors", "e": "model-00003-of-00003.safetensors"})
+    assert refusal(lambda: TensorFiles.open(folder)) == (
+        "m/model.safetensors.index.json: the index names a shard that is absent: model-00003-of-00003.safetensors; "
+        "got 2 tensors in it, 'd' first. Download it, or correct the index."
+    )
+
+
+def test_tensor_missing_in_its_shard(folder: Path) -> None:
+    sharded(folder, {"d": "model-00001-of-00002.safetensors"})
+    files = TensorFiles.open(folder)
+    assert refusal(lambda: files.info("d")) == (
+        "m/model.safetensors.index.json: d: model.safetensors.index.json puts the tensor into "
+        "model-00001-of-00002.safetensors, which does not have it. "
+        "Index and shards are of different versions: download both again."
+    )
+
+
+def test_unknown_tensor(folder: Path) -> None:
+    sharded(folder)
+    assert refusal(lambda: TensorFiles.open(folder).info("aa")) == "m: no tensor 'aa'. Did you mean 'a'?"
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "header too small; got 0 bytes"),
+        (b"\x10\x00\x00\x00\x00\x00\x00\x00garbage in header!", "invalid"),
+        (b"\xff" * 64, "header too large; got 64 bytes"),
+    ],
+)
+def test_garbage(folder: Path, data: bytes, reason: str) -> None:
+    (folder / "model.safetensors").write_bytes(data)
+    message = refusal(lambda: TensorFiles.open(folder))
+    assert message.startswith("m/model.safetensors: not a readable safetensors file: Error while deserializing header: ")
+    assert reason in message
+    assert message.endswith(". Truncated or overwritten? Download it again.")
+
+
+def test_truncated_file(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    save_file({"a": torch.zeros(100)}, file)
+    file.write_bytes(file.read_bytes()[:-8])
+    size = file.stat().st_size
+    message = refusal(lambda: TensorFiles.open(folder))
+    assert message.startswith("m/model.safetensors: not a readable safetensors file: ")
+    assert message.endswith(f"; got {size} bytes. Truncated or overwritten? Download it again.")
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": 3}', "[]"])
+def test_unreadable_index(folder: Path, text: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(text)
+    assert refusal(lambda: TensorFiles.open(folder)).startswith("m/model.safetensors.index.json: not a readable shard index: ")

@@ -1,0 +1,106 @@
+"""The commands on a tiny head with random weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+import circuitgraph
+
+
+def test_programs(run):
+    assert "mtp_dense" in run("programs").stdout
+    records = json.loads(run("programs", "--json").stdout)
+    record = next(record for record in records if record["program"] == "mtp_dense")
+    assert "draft" in record["entries"]
+    assert "llama_mtp" in {family["name"] for family in record["families"]}
+    assert record["switches"]["concat"] == ["embed_first", "hidden_first"]
+
+
+@pytest.mark.parametrize("stage", ["load", "resolve", "slice", "specialize", "fuse", "schedule", "place", "plan"])
+def test_show_of_a_program(run, stage):
+    result = run("show", "mtp_dense", "--width", "4", "--stage", stage)
+    assert result.exit_code == 0, result.stderr
+    assert "lm_head" in result.stdout
+    record = json.loads(run("show", "mtp_dense", "--width", "4", "--stage", stage, "--json").stdout)
+    assert record["stage"] == stage
+    assert record["text"].rstrip("\n") == result.stdout.rstrip("\n")
+
+
+def test_show_of_switches_and_families(run):
+    default = run("show", "mtp_dense", "--stage", "resolve").stdout
+    other = run("show", "mtp_dense", "--stage", "resolve", "--set", "concat=hidden_first").stdout
+    assert default != other
+    assert run("show", "mtp_dense", "--stage", "resolve", "--family", "llama_mtp").stdout == default
+
+
+def test_explain(run):
+    assert "by rule" in run("explain", "mtp_dense", "--width", "4").stdout
+    records = json.loads(run("explain", "mtp_dense", "--width", "4", "--json").stdout)
+    assert {"group", "nodes", "rule", "kernel", "params", "refusals"} <= set(records[0])
+    refused = [rule for record in records for rule, reason in record["refusals"] if reason]
+    assert "wide projections" in refused
+
+
+def test_compile(run, config_file, tmp_path):
+    out = tmp_path / "head.cg"
+    result = run(
+        *("compile", "mtp_dense", "--model", config_file, "-o", out, "--widths", "1", "--context-rows", "4"),
+        *("--portable", "--json"),
+    )
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(result.stdout)
+    assert record["path"] == str(out)
+    assert [(p["entry"], p["rows"]) for p in record["programs"]] == [("draft", 1), ("context", 4)]
+    assert (out / "manifest.json").is_file()
+
+
+def test_compile_stops_where_asked_and_writes_nothing(run, config_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("compile", "mtp_dense", "--model", config_file, "--stop-after", "place", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["path"] is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("stage", "wanted"), [("plan", "digest"), ("lower", "def "), ("llvm", "define"), ("pack", '"functions"')]
+)
+def test_show_of_an_artifact(run, artifact, stage, wanted):
+    result = run("show", artifact, "--width", "3", "--stage", stage)
+    assert result.exit_code == 0, result.stderr
+    assert wanted in result.stdout
+
+
+def test_verify(run, artifact):
+    assert "verified" in run("verify", artifact).stdout
+    result = run("verify", artifact, "--seed", "5", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["passed"]
+    assert {(check["entry"], check["rows"]) for check in report["checks"]} == {("draft", 1), ("draft", 3), ("context", 4)}
+    assert all(control["passed"] for control in report["controls"])
+    assert {"draft", "logprob", "next_hidden", "kv written", "kv untouched"} <= {check["name"] for check in report["checks"]}
+
+
+def test_a_damaged_library_is_refused(run, artifact, tmp_path):
+    copy = tmp_path / "damaged.cg"
+    shutil.copytree(artifact, copy)
+    library = copy / json.loads((copy / "manifest.json").read_text())["library"]
+    library.write_bytes(library.read_bytes()[:-1] + b"\0\0")
+    result = run("verify", copy)
+    assert result.exit_code == 1
+    assert "kernels.so" in result.stderr
+
+
+def test_bench(run, artifact):
+    result = run("bench", artifact, "--no-peers", "--seconds", "0.01", "--context", "20", "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert [(row["entry"], row["rows"]) for row in report["rows"]] == [("context", 4), ("draft", 1), ("draft", 3)]
+    assert all(row["seconds"] > 0 and row["bytes"] > 0 and 0 < row["fraction"] < 2 for row in report["rows"])
+    assert report["read_bandwidth"] > 0
+    assert report["machine"]["versions"]["circuitgraph"] == circuitgraph.__version__
+    assert "draft 1" in run("bench", artifact, "--no-peers", "--seconds", "0.01", "--entry", "draft", "--widths", "1").stdout

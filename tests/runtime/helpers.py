@@ -1,0 +1,177 @@
+"""Random drafters, a dense oracle, a proposer that audits itself, and an artifact whose functions are interpreted."""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from circuitgraph.runtime import BlockPool, DraftRunner, MtpProposer, ReferenceRunner
+
+from circuitgraph.artifact import Arg, Function, Manifest, Model, Target, WeightSpec
+from circuitgraph.circuit.ir import Circuit
+from circuitgraph.interpret import interpret
+from circuitgraph.ops import DTYPE_NAMES, PagedKV
+from tests.circuits import random_weights, small_mtp
+
+POSITIONS = 96
+"""Rows of the tests' RoPE tables."""
+
+
+@functools.cache
+def drafter(seed: int = 0, **switches: Any) -> ReferenceRunner:
+    """A random head; the same seed and switches give the same one (do not write to it)."""
+    circuit = small_mtp(switches, act="f32", wt="f32", kv="f32")
+    return ReferenceRunner(circuit, random_weights(circuit, torch.Generator().manual_seed(seed), POSITIONS))
+
+
+class Audited(MtpProposer):
+    """Checks the ledger after every call, raising or not."""
+
+    def audit(self) -> None:
+        ledger = self.pool.ledger
+        assert ledger.balances, ledger
+        assert ledger.promised == self.pool._promised
+        assert ledger.held == self.pool.held
+        blocks = [block for lease in self.pool._leases for block in lease.blocks]
+        everywhere = blocks + self.pool._free + list(self.pool._loaned)
+        assert sorted(everywhere) == list(range(self.pool.total)), "a block is in two places, or in none"
+
+
+def _audited(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.audit()
+
+    return call
+
+
+for _name in (
+    "alloc_state", "alloc_state_for", "free_state", "prefill_drafter", "catchup_drafter", "catchup_batch",
+    "propose", "propose_batch", "after_verify",
+):  # fmt: skip
+    setattr(Audited, _name, _audited(getattr(MtpProposer, _name)))
+
+
+def proposer_of(runner: DraftRunner | None = None, *, blocks: int = 64, block_size: int = 8) -> Audited:
+    runner = runner or drafter()
+    return Audited(runner, BlockPool(runner.circuit, blocks=blocks, block_size=block_size))
+
+
+class Script:
+    """A made-up target: tokens t_0.. and a hidden after each."""
+
+    def __init__(self, seed: int, length: int = POSITIONS, hidden: int = 48, vocab: int = 131):
+        generator = torch.Generator().manual_seed(seed)
+        self.tokens: list[int] = torch.randint(0, vocab, (length,), generator=generator).tolist()
+        self.hiddens = torch.randn(length, hidden, generator=generator)
+
+
+def oracle(runner: ReferenceRunner, script: Script, position: int, steps: int, tokens: Sequence[int] | None = None) -> list[int]:
+    """Drafts after the token at `position`, from one dense cache that holds every pair before it. No pool, no runner."""
+    circuit, weights = runner.circuit, runner.weights
+    tokens = list(tokens if tokens is not None else script.tokens)
+    state = circuit.states[0]
+    rows = position + steps
+    storage = [torch.zeros(state.layers, 1, state.heads, rows, state.dim) for _ in "kv"]
+
+    def run(entry, token, hidden, first_row):
+        count = len(token)
+        row = torch.arange(first_row, first_row + count, dtype=torch.int32)
+        one = torch.zeros(1, dtype=torch.int32)
+        cache = PagedKV(*storage, slot=row, seq=one.repeat(count), table=one[None], start=one, length=row + 1)
+        inputs = {"token": torch.tensor(token, dtype=torch.int32), "hidden": hidden, "position": row + 1}
+        with torch.no_grad():
+            return interpret(circuit, inputs=inputs, weights=weights, states={state.name: cache}, entry=entry)
+
+    if position > 1:
+        run("context", tokens[1:position], script.hiddens[: position - 1], 0)
+    token, hidden, drafts = tokens[position], script.hiddens[position - 1][None], []
+    for step in range(steps):
+        out = run("draft", [token], hidden, position - 1 + step)
+        token, hidden = int(out["draft"]), out["next_hidden"]
+        drafts.append(token)
+    return drafts
+
+
+# -- an artifact without a compiler ----------------------------------------------------------------------------
+
+
+def manifest_of(
+    circuit: Circuit, *, draft: Sequence[int] = (1, 2, 4), context: Sequence[int] = (4, 8), logits: Sequence[int] = (1,)
+) -> Manifest:
+    """What a compiler would write for `circuit`."""
+    functions = {}
+    for entry, widths in (("draft", draft), ("context", context), ("logits", logits)):
+        for rows in widths:
+            symbol = f"{entry}_{rows}"
+            functions[symbol] = Function(entry, rows, symbol, _args(circuit, entry, rows), 256 * rows, 1000, 2000)
+    return Manifest(
+        program=circuit.name,
+        family="test",
+        circuit=circuit,
+        target=Target("cpu", platform.machine(), "generic"),
+        model=Model("test", "0" * 64, 48, 131),
+        functions=functions,
+        weights={
+            w.name: WeightSpec(w.type.dtype, tuple(int(d) for d in w.type.shape), f"model.{w.name}", "drafter")
+            for w in circuit.weights
+        },
+        rope={table.name: {"kind": "default", "theta": 10000.0, "dim": table.dim, "max_position": None, "scaling": {}}
+              for table in circuit.tables},
+        max_position=POSITIONS,
+        library="lib/kernels.so",
+        options={"widths": list(draft)},
+        tools={"tvm": "test"},
+        files={"lib/kernels.so": "0" * 64},
+    )  # fmt: skip
+
+
+def _args(circuit: Circuit, entry: str, rows: int) -> tuple[Arg, ...]:
+    def arg(role, value):
+        return Arg(value.name, role, value.type.dtype, value.type.with_rows(rows).shape)
+
+    args = [arg("input", item) for item in circuit.inputs]
+    for state in circuit.states:
+        args += [arg("state", value) for value in state.storage()]
+        args += [arg("state", value) for value in state.metadata()]
+    args += [arg("table", value) for table in circuit.tables for value in table.tensors()]
+    args += [arg("weight", weight) for weight in circuit.weights]
+    args.append(Arg("workspace", "workspace", "u8", (256 * rows,)))
+    for public in circuit.entry(entry).outputs:
+        value_type = circuit.types[dict(circuit.outputs)[public]].with_rows(rows)
+        args.append(Arg(public, "output", value_type.dtype, value_type.shape))
+    return tuple(args)
+
+
+class InterpretedLibrary:
+    """Stands in for a compiled library: same calls, same in-place outputs, and it remembers what it was given."""
+
+    def __init__(self, manifest: Manifest):
+        self.manifest = manifest
+        self.calls: list[tuple[str, dict[str, torch.Tensor]]] = []
+        self.functions = {f.symbol: functools.partial(self._call, f) for f in manifest.functions.values()}
+
+    def _call(self, function: Function, *args: Any) -> None:
+        given = {arg.name: torch.from_dlpack(value) for arg, value in zip(function.args, args, strict=True)}
+        for arg in function.args:
+            tensor = given[arg.name]
+            assert DTYPE_NAMES.get(tensor.dtype, "u8") == arg.dtype
+            assert all(isinstance(want, str) or want == have for want, have in zip(arg.shape, tensor.shape, strict=True)), arg
+        by_role = {role: [arg.name for arg in function.args if arg.role == role] for role in ("input", "output")}
+        addressing = [value.name for state in self.manifest.circuit.states for value in state.metadata()]
+        self.calls.append((function.symbol, {n: given[n].clone() for n in (*by_role["input"], *addressing)}))
+        states = {}
+        for state in self.manifest.circuit.states:
+            parts = {value.name.rpartition(".")[2]: given[value.name] for value in (*state.storage(), *state.metadata())}
+            states[state.name] = PagedKV(**parts)
+        inputs = {name: given[name].clone() for name in by_role["input"]}
+        with torch.no_grad():
+            out = interpret(self.manifest.circuit, inputs=inputs, weights=given, states=states, entry=function.entry)
+        for name in by_role["output"]:
+            given[name].copy_(out[name])
