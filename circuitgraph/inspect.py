@@ -12,10 +12,9 @@ from typing import Any
 from .circuit.ir import Circuit
 from .circuit.text import format_circuit
 from .errors import ArtifactError, CircuitError, Fault, did_you_mean
-from .pipeline import Run, plan_piece
+from .pipeline import Run, form_text, plan_piece
 from .plan.ir import Plan
 from .plan.schedule import load_schedule
-from .plan.text import format_groups, format_plan
 from .target import backend_of, parse_target
 
 TEXT_STAGES = (
@@ -76,7 +75,7 @@ def stage_text(
     rules = load_schedule(parsed.kind, Path(schedule_file) if schedule_file else None)
     form = plan_piece(run, circuit, entry, width, parsed.kind, rules, stop_after=stage)
     if stage in run.seconds or stage == "plan":
-        return _form_text(form)
+        return str(form_text(form))
     assert isinstance(form, Plan)
     backend = backend_of(parsed)
     module = backend.lower([form])
@@ -132,12 +131,6 @@ def program_circuit(program: str | Path, *, family=None, model=None, switches=No
         path = Path(model)
         config = path / "config.json" if path.is_dir() else path
     return load_circuit(program, family=family, config=config, switches=switches)
-
-
-def _form_text(form: Circuit | Plan) -> str:
-    if isinstance(form, Circuit):
-        return format_circuit(form)
-    return format_plan(form) if form.slots else format_groups(form)
 
 
 def _program_text(program: str | Path) -> str:

@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 from .circuit.check import check
 from .circuit.ir import Circuit
 from .circuit.narrow import slice_entry, specialize
+from .circuit.text import format_circuit
 from .errors import CircuitError, Fault, did_you_mean
 from .plan.fuse import fuse, verify_groups
 from .plan.ir import Plan
 from .plan.place import place, verify_placement
 from .plan.schedule import Rule, load_schedule, schedule
+from .plan.text import format_groups, format_plan
 from .target import backend_of, parse_target
 
 STAGES = ("load", "resolve", "check", "slice", "specialize", "fuse", "schedule", "place", "lower", "build", "pack")
@@ -39,9 +41,10 @@ Result = TypeVar("Result")
 
 @dataclass
 class Run:
-    """Runs stages: each result is verified, timed and shown to the observer."""
+    """Runs stages: each result is verified, timed, shown to the observer and, with `dump`, written to that folder."""
 
     observer: Observer | None = None
+    dump: Path | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, stage: str, subject: str, function: Callable[[], Result]) -> Result:
@@ -50,6 +53,8 @@ class Run:
         verify_form(result)
         elapsed = time.perf_counter() - started
         self.seconds[stage] = self.seconds.get(stage, 0.0) + elapsed
+        if self.dump is not None:
+            dump_form(self.dump, stage, subject, result)
         if self.observer:
             self.observer(stage, subject, result, elapsed)
         return result
@@ -67,6 +72,23 @@ def verify_form(form: Any) -> None:
         verify_groups(form)
         if form.slots:
             verify_placement(form)
+
+
+def form_text(form: Any) -> str | None:
+    """How a form prints; None for those that are not text (a bound checkpoint, a library)."""
+    if isinstance(form, Circuit):
+        return format_circuit(form)
+    if isinstance(form, Plan):
+        return format_plan(form) if form.slots else format_groups(form)
+    return form.script() if hasattr(form, "script") else None
+
+
+def dump_form(folder: Path, stage: str, subject: str, form: Any) -> None:
+    """Write `NN_stage_subject.txt`, numbered in the order of the pipeline."""
+    text = form_text(form)
+    if text is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{STAGES.index(stage):02d}_{stage}_{subject}.txt").write_text(text, encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -100,6 +122,7 @@ def compile(
     overwrite: bool = False,
     stop_after: str | None = None,
     observer: Observer | None = None,
+    dump: str | Path | None = None,
 ) -> CompileResult:
     """Compile a drafter program for a checkpoint into an artifact.
 
@@ -115,6 +138,8 @@ def compile(
         switches: overrides of the family's switches.
         act, kv, wt: dtypes of activations, cache and (for random weights) weights: f32, bf16 or f16.
         stop_after: a stage of `STAGES`.
+        observer: called after every stage; see `Observer`.
+        dump: a folder that gets the text of every stage's result, `05_fuse_draft_4.txt` and so on.
 
     Raises:
         CircuitgraphError: of the stage that failed; nothing is written then.
@@ -125,7 +150,7 @@ def compile(
         raise CircuitError(Fault(f"no stage '{stop_after}'", hint=did_you_mean(stop_after, STAGES)))
     if stop_after in (None, "pack"):
         check_output(out, overwrite=overwrite)
-    run = Run(observer)
+    run = Run(observer, Path(dump) if dump else None)
     bound = bind_program(run, program, model, family, target_model, switches, act, kv, wt)
     name = bound.circuit.name
     if stop_after in ("load", "resolve", "check"):

@@ -68,7 +68,7 @@ def compiled(request, tmp_path_factory) -> Compiled:
     folder = tmp_path_factory.mktemp(request.param.replace(" ", "_"))
     built = backend.build(backend.lower(list(plans.values())), folder)
     module = tvm_ffi.load_module(str(built.library))
-    module["circuitgraph_init"](0)
+    module["circuitgraph_init"](2)
     return Compiled(circuit, plans, module)
 
 
@@ -175,3 +175,21 @@ def test_a_perturbed_weight_is_seen(compiled: Compiled) -> None:
         got = compiled.run(entry, inputs, changed, copy_of(cache))
         with pytest.raises(AssertionError):
             close(compiled.circuit, got["next_hidden"], want["next_hidden"])
+
+
+def test_weights_may_lie_anywhere(compiled: Compiled) -> None:
+    """A memory-mapped checkpoint aligns tensors to their elements and no more."""
+    generator = torch.Generator().manual_seed(9)
+    weights = random_weights(compiled.circuit, generator)
+    shifted = {}
+    for name, tensor in weights.items():
+        memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+        shifted[name] = memory[1:].view(tensor.shape).copy_(tensor)
+        assert shifted[name].data_ptr() % 8
+    for entry, rows in compiled.plans:
+        cache = random_cache(compiled.circuit, [6] * rows, generator)
+        inputs = random_inputs(compiled.circuit, rows, generator)
+        want = compiled.run(entry, inputs, weights, copy_of(cache))
+        got = compiled.run(entry, inputs, shifted, copy_of(cache))
+        for name, value in want.items():
+            assert torch.equal(got[name], value)

@@ -30,9 +30,9 @@ def notes() -> Console:
     return Console(file=sys.stderr, highlight=False)
 
 
-def table(title: str) -> Table:
+def table() -> Table:
     """A table that fits a terminal of 80 columns where its content does."""
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False)
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False)
 
 
 def guarded(command: Command) -> Command:

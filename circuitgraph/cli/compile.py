@@ -40,6 +40,9 @@ def compile_(
     stop_after: Annotated[
         PipelineStage | None, typer.Option("--stop-after", metavar="STAGE", help="End after this stage and write nothing.")
     ] = None,
+    dump: Annotated[
+        Path | None, typer.Option("--dump", metavar="DIR", help="Also write the text of every stage's result there.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is an artifact.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -85,6 +88,7 @@ def compile_(
             wt=wt,
             schedule_file=schedule,
             overwrite=overwrite,
+            dump=dump,
             stop_after=stop_after,
             observer=CompileProgress(report, lambda circuit: len(work_list(circuit, None, rows, chunks))),
         )

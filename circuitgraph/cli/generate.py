@@ -77,27 +77,26 @@ def set_threads(threads: int | None) -> None:
 
 def print_pairs(pairs: Sequence[Pair], totals: dict[str, Any]) -> None:
     """One line per prompt and one for all."""
-    shown = table("plain and speculative greedy decoding, the same loop")
-    shown.add_column("prompt", max_width=28, no_wrap=True, overflow="ellipsis")
-    for name in ("tokens", "plain tok/s", "spec. tok/s", "speed-up", "accepted length", "acceptance", "same ids"):
+    out().print("greedy decoding, plain and speculative, by the same loop")
+    shown = table()
+    shown.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=26)
+    for name in ("tokens", "plain tok/s", "spec. tok/s", "speed up", "mean length", "accepted %", "same ids"):
         shown.add_column(name, justify="right")
     for pair in pairs:
         record = pair.to_json()
         speeds = record["tokens_per_second"]
-        shown.add_row(
-            escape(pair.prompt),
-            str(record["tokens"]),
-            *_numbers(speeds, speeds["speculative"] / speeds["plain"] if speeds["plain"] else 0.0, record),
-            "yes" if pair.identical else "[red]NO[/red]",
-        )
+        speedup = speeds["speculative"] / speeds["plain"] if speeds["plain"] else 0.0
+        same = "yes" if pair.identical else "[red]NO[/red]"
+        shown.add_row(escape(pair.prompt), str(record["tokens"]), *_numbers(speeds, speedup, record), same)
     shown.add_section()
     tokens = sum(len(pair.plain.ids) for pair in pairs)
-    same = f"{totals['identical']} of {len(pairs)}"
+    same = f"{totals['identical']}/{len(pairs)}"
     shown.add_row("all", str(tokens), *_numbers(totals["tokens_per_second"], totals["speedup"], totals), same)
     out().print(shown)
+    out().print("mean length: tokens that a verify yields; accepted %: of the drafts at each position")
 
 
 def _numbers(speeds: dict[str, float], speedup: float, record: dict[str, Any]) -> tuple[str, ...]:
-    shares = " ".join(f"{share:.0%}" for share in record["acceptance"])
-    accepted = f"{record['mean_accepted_length']:.2f}"
-    return f"{speeds['plain']:.1f}", f"{speeds['speculative']:.1f}", f"{speedup:.2f}x", accepted, shares
+    shares = " ".join(f"{100 * share:.0f}" for share in record["acceptance"])
+    length = f"{record['mean_accepted_length']:.2f}"
+    return f"{speeds['plain']:.1f}", f"{speeds['speculative']:.1f}", f"{speedup:.2f}x", length, shares

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, Fault
-from ..measure.weights import gguf_file
+from ..measure.weights import gguf_file, quiet
 
 
 @dataclass(frozen=True)
@@ -53,17 +50,10 @@ def load_target(folder: str | Path, dtype: str) -> Target:
     source = str(file.parent if file else folder)
     options: dict[str, Any] = {"gguf_file": file.name} if file else {}
     kind = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[dtype]
-    with _quiet():
+    with quiet():
         try:
             model = AutoModelForCausalLM.from_pretrained(source, dtype=kind, **options)
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
         except (OSError, ValueError) as problem:
             raise CheckpointError(Fault(f"transformers cannot load it: {problem}", where=str(folder))) from problem
     return Target(model.eval().requires_grad_(False), tokenizer)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' own progress bars, which would break ours."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        yield

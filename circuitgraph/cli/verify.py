@@ -48,7 +48,8 @@ def print_report(result: VerifyReport) -> None:
     """One line per program, one column per check: the worst error, which must not exceed the tolerance."""
     console = out()
     names = list(dict.fromkeys(check.name for check in result.checks))
-    shown = table(f"{result.program}: compiled against reference (worst error)")
+    console.print(f"{result.program}: compiled against reference, worst error of each comparison")
+    shown = table()
     shown.add_column("program", no_wrap=True)
     for name in names:
         shown.add_column(name, justify="right")
@@ -57,7 +58,7 @@ def print_report(result: VerifyReport) -> None:
         shown.add_row(f"{entry} {rows}", *(_cell(found.get(name)) for name in names))
     console.print(shown)
     tolerances = dict.fromkeys(check.tolerance for check in result.checks if check.tolerance)
-    console.print(f"tolerance {', '.join(f'{value:g}' for value in tolerances)}; untouched and isolated: exact")
+    console.print(f"tolerance {', '.join(f'{value:g}' for value in tolerances)}; rest and isolated: exact")
     for check in result.checks:
         if not check.passed:
             console.print(f"[red]FAILED[/red] {check.entry} {check.rows} {check.name}: {escape(_failure(check))}", soft_wrap=True)

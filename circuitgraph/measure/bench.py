@@ -22,7 +22,7 @@ from ..runtime.compiled import CompiledRunner, open_library
 from .cases import Case, Span, make_case
 from .machine import CacheFlush, ReadProbe, describe_machine, last_level_cache
 from .peers import torch_peers
-from .weights import borrowed_weights
+from .weights import borrowed_weights, drafter_folder
 
 Observer = Callable[[str, int, int], None]
 
@@ -111,7 +111,7 @@ def bench(
         opened = read_artifact(artifact)
         given = {**borrowed_weights(opened.manifest, target_model), **(weights or {})}
         folder = None if target_model is None or given else target_model
-        bound = bind_weights(opened, weights=given, model=model, target_model=folder)
+        bound = bind_weights(opened, weights=given, model=drafter_folder(opened.manifest, model), target_model=folder)
         runner = CompiledRunner(opened.manifest, open_library(opened, threads=threads), bound)
         functions = [
             function

@@ -80,13 +80,13 @@ def compare_caches(case: Case, made: Mapping[str, PagedKV], wanted: Mapping[str,
         slot = before.slot[before.slot >= 0].long()
         index = (slice(None), slot // before.block_size, slice(None), slot % before.block_size)
         rows = [error_of(getattr(ours, part)[index], getattr(theirs, part)[index]) for part in ("k", "v")]
-        yield f"{name} written", Comparison(max(rows), TOLERANCE[before.k.dtype])
+        yield f"{name} rows", Comparison(max(rows), TOLERANCE[before.k.dtype])
         changed = 0
         for part in ("k", "v"):
             old, new = getattr(before, part).clone(), getattr(ours, part).clone()
             old[index] = new[index] = 0
             changed += int((_bits(old) != _bits(new)).sum())
-        yield f"{name} untouched", Comparison(float(changed), 0.0, f"{changed} foreign values changed" if changed else "")
+        yield f"{name} rest", Comparison(float(changed), 0.0, f"{changed} foreign values changed" if changed else "")
 
 
 def compare_same_bits(made: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], row: int) -> Comparison:

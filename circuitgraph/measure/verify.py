@@ -19,7 +19,7 @@ from ..runtime.compiled import open_library
 from .calls import call_function
 from .cases import Case, Span, make_case
 from .compare import Comparison, compare_caches, compare_outputs, compare_same_bits
-from .weights import borrowed_weights
+from .weights import borrowed_weights, drafter_folder
 
 Observer = Callable[[str, int, int], None]
 
@@ -106,8 +106,9 @@ def verify(
 
     Args:
         artifact: the folder or zip that `compile` wrote.
-        model, target_model: checkpoint folders for the weights; random weights where the artifact was compiled from a
-            bare config. `target_model` may hold GGUF.
+        model: the drafter's checkpoint folder; where it was compiled from when left out. An artifact of a bare config
+            has random weights and needs none.
+        target_model: the folder that the drafter borrows from; it may hold GGUF.
         weights: tensors by circuit name, instead of a folder's.
         observer: called with (program, programs done, programs in all).
 
@@ -118,7 +119,7 @@ def verify(
     manifest = opened.manifest
     given = {**borrowed_weights(manifest, target_model), **(weights or {})}
     folder = None if target_model is None or given else target_model
-    bound = bind_weights(opened, weights=given, model=model, target_model=folder, seed=seed)
+    bound = bind_weights(opened, weights=given, model=drafter_folder(manifest, model), target_model=folder, seed=seed)
     subject = _Subject(manifest, open_library(opened, threads=threads), bound, torch.Generator().manual_seed(seed))
     checks: list[Check] = []
     functions = sorted(manifest.functions.values(), key=lambda function: (function.entry, function.rows))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -39,8 +42,16 @@ def borrowed_weights(manifest: Manifest, target_model: str | Path | None) -> dic
         return {}
     from transformers import AutoModelForCausalLM
 
-    target = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+    with quiet():
+        target = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
     return target_tensors(manifest, target)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars that transformers shows while it loads: they would break ours."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield
 
 
 def target_tensors(manifest: Manifest, target: torch.nn.Module) -> dict[str, torch.Tensor]:

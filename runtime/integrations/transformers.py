@@ -266,7 +266,7 @@ def _decode(target: _Target, text: _Text, drafting: _Drafting | None) -> Generat
         if drafting is not None:
             assert target.tap is not None
             drafting.verified(drafts, accepted, target.tap.hidden[0], position)
-            hidden = target.tap.hidden[0, 0]
+            hidden = target.tap.hidden[0, accepted]
     if text.streamer is not None:
         text.streamer.end()
     stats.new_tokens = text.new

@@ -48,4 +48,4 @@ def test_texts_are_identical(run, artifact, target):
     assert [text["prompt"] for text in report["texts"]] == ["hello", "drafts"]
     assert all(0 <= share <= 1 for share in report["acceptance"])
     assert 1 <= report["mean_accepted_length"] <= 4
-    assert "2 of 2" in run(*arguments).stdout
+    assert "2/2" in run(*arguments).stdout

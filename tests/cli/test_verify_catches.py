@@ -42,8 +42,8 @@ def _sees_its_neighbour(function, made, inputs, caches):
         (_off_by_little, "next_hidden"),
         (_another_token, "draft"),
         (_unwritten_output, "logprob"),
-        (_foreign_row, "kv untouched"),
-        (_missing_row, "kv written"),
+        (_foreign_row, "kv rest"),
+        (_missing_row, "kv rows"),
         (_sees_its_neighbour, "isolated"),
     ],
 )

@@ -68,11 +68,11 @@ def test_a_written_row_must_be_right_and_nothing_else_may_change(case):
     for name in ("k", "v"):
         getattr(wanted["kv"], name)[:, slot // 4, :, slot % 4] = 1.0
     right = {name: type(cache)(**{**vars(cache), "k": cache.k.clone()}) for name, cache in wanted.items()}
-    assert {name: c.error for name, c in compare_caches(case, right, wanted)} == {"kv written": 0, "kv untouched": 0}
+    assert {name: c.error for name, c in compare_caches(case, right, wanted)} == {"kv rows": 0, "kv rest": 0}
     right["kv"].k[0, case.caches["kv"].table[0, 0].long(), 0, 0, 0] += 1
-    assert dict(compare_caches(case, right, wanted))["kv untouched"].error == 1
+    assert dict(compare_caches(case, right, wanted))["kv rest"].error == 1
     unwritten = dict(compare_caches(case, case.copy_caches(), wanted))
-    assert unwritten["kv written"].error == float("inf")
+    assert unwritten["kv rows"].error == float("inf")
 
 
 def test_the_smallest_difference_in_bits_is_seen():

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from circuitgraph.runtime import BlockPool, DraftRunner, MtpProposer, ReferenceRunner
 
 from circuitgraph.artifact import Arg, Function, Manifest, Model, Target, WeightSpec
 from circuitgraph.circuit.ir import Circuit
 from circuitgraph.interpret import interpret
 from circuitgraph.ops import DTYPE_NAMES, PagedKV
+from circuitgraph.runtime import BlockPool, DraftRunner, MtpProposer, ProposerState, ReferenceRunner
 from tests.circuits import random_weights, small_mtp
 
 POSITIONS = 96
@@ -58,9 +58,75 @@ for _name in (
     setattr(Audited, _name, _audited(getattr(MtpProposer, _name)))
 
 
-def proposer_of(runner: DraftRunner | None = None, *, blocks: int = 64, block_size: int = 8) -> Audited:
+class Witness(Audited):
+    """Remembers every (position, token, hidden) that a server handed over: a wrong one only costs acceptance, silently."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.pairs: dict[ProposerState, list[tuple[int, int, torch.Tensor]]] = {}
+
+    def _saw(self, state, first, tokens, hiddens):
+        triples = zip(range(first, first + len(tokens)), tokens, hiddens, strict=False)
+        self.pairs.setdefault(state, []).extend((p, t, h.clone()) for p, t, h in triples)
+
+    def prefill_drafter(self, prompt_tokens, hiddens, state, *, first_pos=0):
+        self._saw(state, first_pos + 1, prompt_tokens[1:], hiddens)
+        return super().prefill_drafter(prompt_tokens, hiddens, state, first_pos=first_pos)
+
+    def propose(self, last_token, target_hidden, position, num_drafts, state, **options):
+        self._saw(state, position, [last_token], [target_hidden])
+        return super().propose(last_token, target_hidden, position, num_drafts, state, **options)
+
+    def propose_batch(self, last_tokens, target_hiddens, positions, num_drafts, states, **options):
+        for row, state in enumerate(states):
+            self._saw(state, positions[row], [last_tokens[row]], [target_hiddens[row]])
+        return super().propose_batch(last_tokens, target_hiddens, positions, num_drafts, states, **options)
+
+    def catchup_batch(self, tokens, hiddens, first_pos, states):
+        for row, state in enumerate(states):
+            self._saw(state, first_pos[row], tokens[row], hiddens[row])
+        return super().catchup_batch(tokens, hiddens, first_pos, states)
+
+    def check(self, state, ids: Sequence[int], hiddens: torch.Tensor, start: int = 1) -> None:
+        """ids: the final text; hiddens: the target's of every position. Every pair from `start` on came, once and right."""
+        pairs = self.pairs[state]
+        assert [position for position, _, _ in pairs] == list(range(start, start + len(pairs)))
+        for position, token, hidden in pairs:
+            assert token == ids[position], position
+            # Forwards of different row counts round differently.
+            torch.testing.assert_close(hidden, hiddens[position - 1], rtol=1e-4, atol=1e-4)
+
+
+class Rehearsed(Witness):
+    """Drafts the target's own text, known beforehand, but for every `miss`-th draft: all accepted lengths occur."""
+
+    texts: Sequence[Sequence[int]] = ()
+    miss = 3
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.drafted = 0
+
+    def _recite(self, position, state, drafts):
+        known = [(p, t) for p, t, _ in self.pairs[state]]
+        text = next(text for text in self.texts if all(text[p] == t for p, t in known if p < len(text)))
+        for index in range(len(drafts)):
+            self.drafted += 1
+            if position + 1 + index < len(text) and self.drafted % self.miss:
+                drafts[index] = text[position + 1 + index]
+        return drafts
+
+    def propose(self, last_token, target_hidden, position, num_drafts, state, **options):
+        return self._recite(position, state, super().propose(last_token, target_hidden, position, num_drafts, state, **options))
+
+    def propose_batch(self, last_tokens, target_hiddens, positions, num_drafts, states, **options):
+        drafts = super().propose_batch(last_tokens, target_hiddens, positions, num_drafts, states, **options)
+        return [self._recite(*row) for row in zip(positions, states, drafts, strict=True)]
+
+
+def proposer_of(runner: DraftRunner | None = None, *, blocks: int = 64, block_size: int = 8, kind: type = Audited) -> Any:
     runner = runner or drafter()
-    return Audited(runner, BlockPool(runner.circuit, blocks=blocks, block_size=block_size))
+    return kind(runner, BlockPool(runner.circuit, blocks=blocks, block_size=block_size))
 
 
 class Script:

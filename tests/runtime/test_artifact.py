@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from circuitgraph.runtime import bind_weights, load, open_library
 
 from circuitgraph.artifact import MANIFEST, Manifest, Target, config_digest, pack_zip, read_artifact, write_artifact
 from circuitgraph.artifact import store as store_module
 from circuitgraph.errors import ArtifactError, CheckpointError, RuntimeUseError
+from circuitgraph.runtime import bind_weights, load, open_library
 from tests.runtime.helpers import POSITIONS, drafter, manifest_of
 
 FILES = {"lib/kernels.so": b"not really a library" * 50, "plans/draft_1.txt": b"plan"}

@@ -8,10 +8,10 @@ from itertools import combinations_with_replacement
 
 import pytest
 import torch
-from circuitgraph.runtime import CompiledRunner
-from circuitgraph.runtime.cover import cover
 
 from circuitgraph.errors import ArtifactError, RuntimeUseError
+from circuitgraph.runtime import CompiledRunner
+from circuitgraph.runtime.cover import cover
 from tests.runtime.helpers import InterpretedLibrary, Script, drafter, manifest_of, oracle, proposer_of
 from tests.runtime.test_proposer import accept, prefilled
 

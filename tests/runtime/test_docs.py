@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from circuitgraph.runtime import BlockPool, MtpProposer, accept_greedy
 
-from tests.runtime.helpers import drafter
+from circuitgraph.runtime import BlockPool, accept_greedy
+from tests.runtime.helpers import Rehearsed, drafter, proposer_of
 
 transformers = pytest.importorskip("transformers")
+
+from circuitgraph.runtime.integrations.transformers import generate  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "embedding.md"
 
@@ -63,7 +65,7 @@ def test_the_page_runs_and_gives_the_targets_text():
     input_ids = torch.tensor([[5, 6, 7]])
     page = {
         "BlockPool": BlockPool,
-        "MtpProposer": MtpProposer,
+        "MtpProposer": Rehearsed,
         "Sequence": Sequence,
         "accept_greedy": accept_greedy,
         "input_ids": input_ids,
@@ -73,9 +75,13 @@ def test_the_page_runs_and_gives_the_targets_text():
     }
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 3
-    for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), page)
+    # Set-up and loop around three sequences, then the last block with a random drafter.
+    *first, last = [compile(block, str(PAGE), "exec") for block in blocks]
+    for block in first:
+        exec(block, page)
     prompts = [[1, 2, 3], [4], list(range(20))]
+    texts = [prompt + generate(model, torch.tensor([prompt]), max_new_tokens=25).ids for prompt in prompts]
+    page["proposer"].texts = texts
     sequences = [page["admit"](prompt, 25) for prompt in prompts]
     running = list(sequences)
     while running:
@@ -83,8 +89,12 @@ def test_the_page_runs_and_gives_the_targets_text():
         for sequence in [s for s in running if len(s.tokens) == s.limit]:
             page["finish"](sequence)
             running.remove(sequence)
-    for prompt, sequence in zip(prompts, sequences, strict=True):
-        assert sequence.tokens[len(prompt) :] == page["generate"](model, torch.tensor([prompt]), max_new_tokens=25).ids
+    for text, sequence in zip(texts, sequences, strict=True):
+        assert sequence.tokens == text
+        hiddens, _, _ = page["target"].prefill(sequence.tokens)
+        page["proposer"].check(sequence.state, sequence.tokens, hiddens)
     assert page["pool"].ledger.free == page["pool"].total
-    assert page["proposer"].metrics.drafts > 0
+    assert page["proposer"].metrics.mean_accepted_length > 1.5
+    page["proposer"] = proposer_of()
+    exec(last, page)
     assert page["result"].ids == page["plain"].ids == page["ids"][0, 3:].tolist()

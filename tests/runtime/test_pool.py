@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from circuitgraph.runtime import BlockPool
 
 from circuitgraph.errors import RuntimeUseError
+from circuitgraph.runtime import BlockPool
 from tests.circuits import small_mtp
 
 

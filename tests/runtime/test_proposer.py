@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from circuitgraph.runtime import MtpProposer, PoolExhausted
 
 from circuitgraph.errors import RuntimeUseError
+from circuitgraph.runtime import MtpProposer, PoolExhausted
 from tests.runtime.helpers import POSITIONS, Script, drafter, oracle, proposer_of
 
 BLOCK_SIZES = (1, 8, 16)

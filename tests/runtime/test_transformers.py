@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from circuitgraph.runtime import accept_greedy
 
 from circuitgraph.errors import RuntimeUseError
-from tests.runtime.helpers import drafter, proposer_of
+from circuitgraph.runtime import accept_greedy
+from tests.runtime.helpers import Rehearsed, drafter, proposer_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -32,22 +32,10 @@ def plain(model, ids, count, **options):
     return generate(model, ids, max_new_tokens=count, **options).ids
 
 
-class Rehearsed:
-    """A proposer whose drafts are the target's own text, but for every `miss`-th: acceptance of every length occurs."""
-
-    def __init__(self, proposer, text, miss):
-        self.inner, self.text, self.miss, self.calls = proposer, text, miss, 0
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def propose(self, last_token, hidden, position, count, state, **options):
-        drafts = self.inner.propose(last_token, hidden, position, count, state, **options)
-        for index in range(len(drafts)):
-            self.calls += 1
-            if position + 1 + index < len(self.text) and self.calls % self.miss:
-                drafts[index] = self.text[position + 1 + index]
-        return drafts
+def rehearsed_for(ids, text, miss=10**9, **switches):
+    proposer = proposer_of(drafter(**switches), kind=Rehearsed)
+    proposer.texts, proposer.miss = [ids[0].tolist() + text], miss
+    return proposer
 
 
 @pytest.mark.parametrize("length", [1, 2, 9])
@@ -62,9 +50,9 @@ def test_plain_equals_transformers(model, length):
 def test_a_random_drafter_changes_nothing(model, num_drafts, length, block_size):
     ids = prompt(length, seed=length)
     proposer = proposer_of(block_size=block_size, blocks=128 // block_size)
-    result = generate(model, ids, proposer=proposer, num_drafts=num_drafts, max_new_tokens=24)
-    assert result.ids == plain(model, ids, 24)
-    assert result.stats.new_tokens == 24
+    result = generate(model, ids, proposer=proposer, num_drafts=num_drafts, max_new_tokens=18)
+    assert result.ids == plain(model, ids, 18)
+    assert result.stats.new_tokens == 18
     assert proposer.pool.ledger.free == proposer.pool.total
 
 
@@ -73,14 +61,19 @@ def test_a_random_drafter_changes_nothing(model, num_drafts, length, block_size)
 def test_accepted_drafts_change_nothing_either(model, miss, switches):
     ids = prompt(3)
     expected = plain(model, ids, 30)
-    proposer = proposer_of(drafter(**switches))
-    rehearsed = Rehearsed(proposer, ids[0].tolist() + expected, miss)
-    result = generate(model, ids, proposer=rehearsed, num_drafts=4, max_new_tokens=30)
+    proposer = rehearsed_for(ids, expected, miss, **switches)
+    result = generate(model, ids, proposer=proposer, num_drafts=4, max_new_tokens=30)
     assert result.ids == expected
     assert result.stats.steps < 29
     assert result.stats.mean_accepted_length > 1.3
     assert proposer.metrics.accepted == sum(result.stats.accepted_at)
     assert proposer.metrics.refusals == {}
+    # Acceptance would not show a wrong hidden here, so each is compared with one forward over the whole text.
+    ids = ids[0].tolist() + expected
+    with torch.no_grad(), HiddenTap(model, proposer.runner.hidden_source) as tap:
+        model(torch.tensor([ids]))
+    (state,) = proposer.pairs
+    proposer.check(state, ids, tap.hidden[0])
 
 
 def test_it_stops_at_an_end_token_inside_accepted_drafts(model):
@@ -89,16 +82,14 @@ def test_it_stops_at_an_end_token_inside_accepted_drafts(model):
     end = next(token for index, token in enumerate(text) if index > 4 and token not in text[:index])
     expected = text[: text.index(end) + 1]
     assert plain(model, ids, 30, eos_ids=[end]) == expected
-    rehearsed = Rehearsed(proposer_of(), ids[0].tolist() + text, 10**9)
-    assert generate(model, ids, proposer=rehearsed, num_drafts=4, max_new_tokens=30, eos_ids=[end]).ids == expected
+    assert generate(model, ids, proposer=rehearsed_for(ids, text), num_drafts=4, max_new_tokens=30, eos_ids=[end]).ids == expected
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6])
 def test_it_never_exceeds_the_room(model, count):
     ids = prompt(3)
     text = plain(model, ids, 30)
-    rehearsed = Rehearsed(proposer_of(), ids[0].tolist() + text, 10**9)
-    assert generate(model, ids, proposer=rehearsed, num_drafts=4, max_new_tokens=count).ids == text[:count]
+    assert generate(model, ids, proposer=rehearsed_for(ids, text), num_drafts=4, max_new_tokens=count).ids == text[:count]
 
 
 def test_a_drafter_that_runs_out_leaves_the_text(model):
@@ -106,8 +97,9 @@ def test_a_drafter_that_runs_out_leaves_the_text(model):
     for proposer in (proposer_of(blocks=2, block_size=4), proposer_of(blocks=1, block_size=1)):
         assert generate(model, ids, proposer=proposer, max_new_tokens=30).ids == plain(model, ids, 30)
         assert proposer.metrics.refusals["pool_exhausted"] > 0
+    long = prompt(80)
     proposer = proposer_of(blocks=256, block_size=1)
-    assert generate(model, ids, proposer=proposer, max_new_tokens=110).ids == plain(model, ids, 110)
+    assert generate(model, long, proposer=proposer, max_new_tokens=30).ids == plain(model, long, 30)
     assert proposer.metrics.refusals["position_limit"] > 0
 
 

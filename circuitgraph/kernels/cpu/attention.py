@@ -6,6 +6,9 @@ from tvm.tirx.script import builder as T
 
 from . import vector as v
 
+# Query heads that share one pass over a tile of the cache.
+HEADS_TOGETHER = 4
+
 
 def attention_splits(n, kv_heads, target_tasks=16, most=8):
     """Into how many pieces a row's context is cut, so that few rows still occupy all threads."""
@@ -98,52 +101,47 @@ def _row_bounds(bounds, sequence, start, length, row):
 class _Heads:
     """Online softmax of the query heads that share one kv head, over tiles of `lanes` cache rows.
 
-    A tile's scores are formed together, so exp works on whole vectors, and each cache row is converted from L1.
-    Tiles run across block borders: a block of one row costs no more than any other.
+    A tile's scores are formed together, so exp works on whole vectors, and a few heads share each load and
+    conversion of the cache. Tiles run across block borders: blocks of one row cost no more than any others.
     """
 
     def __init__(self, q, k_cache, v_cache, group, dim, lanes, scale):
         self.q, self.k_cache, self.v_cache = q, k_cache, v_cache
         self.group, self.dim, self.lanes, self.scale = group, dim, lanes, scale
-        self.query = v.local_array((group, dim), "float32")
+        self.vectors = -(-dim // lanes)
+        self.query = v.local_array((group, self.vectors * lanes), "float32")  # zeros beyond dim
         self.sums = v.local_array((group, dim), "float32")
+        self.shares = v.local_array((group, lanes), "float32")
         self.largest = v.local_array((group,), "float32")
-        self.total = v.local_array((group,), "float32")
+        self.total = v.local_array((group, lanes), "float32")  # per lane; added up at the end
 
     def reset(self):
         for g in range(self.group):
             T.buffer_store(self.largest, T.float32(v.NEGATIVE_INFINITY), [g])
-            T.buffer_store(self.total, T.float32(0), [g])
+            v.store(self.total, [g, 0], v.splat(0.0, self.lanes), self.lanes)
             self._each_column(lambda d, width, g=g: v.store(self.sums, [g, d], v.splat(0.0, width), width))
 
     def run(self, row, kv_head, block_table, sequence, begin, end):
         for g in range(self.group):
+            v.store(self.query, [g, (self.vectors - 1) * self.lanes], v.splat(0.0, self.lanes), self.lanes)
             self._each_column(lambda d, width, g=g: self._scale_query(row, kv_head, g, d, width))
-        block_size = self.k_cache.shape[2]
-        lanes = self.lanes
-        blocks = v.local_array((lanes,), "int32")
-        slots = v.local_array((lanes,), "int32")
-        cursor = v.registers(2, "int32")  # block number in the table, slot in the block
-        T.buffer_store(cursor, T.floordiv(begin, block_size), [0])
-        T.buffer_store(cursor, T.floormod(begin, block_size), [1])
-        with T.serial(0, T.floordiv(end - begin + (lanes - 1), lanes)) as tile:
-            first = T.bind(begin + tile * lanes)
-            for t in range(lanes):
-                # Past the end the last row stands in: its score is masked, and nothing unknown is read.
-                block, slot = T.bind(T.BufferLoad(cursor, [0])), T.bind(T.BufferLoad(cursor, [1]))
-                T.buffer_store(blocks, T.BufferLoad(block_table, [sequence, block]), [t])
-                T.buffer_store(slots, slot, [t])
-                more = v.hold(T.Cast("int32", first + (t + 1) < end))
-                wraps = v.hold(more * T.Cast("int32", slot + 1 >= block_size))
-                T.buffer_store(cursor, block + wraps, [0])
-                T.buffer_store(cursor, T.Select(T.NE(wraps, 0), T.int32(0), slot + more), [1])
-            # 64-bit: a cache may hold more than 2^31 elements.
-            row_blocks = [T.bind(T.Cast("int64", T.BufferLoad(blocks, [t]))) for t in range(lanes)]
-            row_slots = [T.bind(T.BufferLoad(slots, [t])) for t in range(lanes)]
-            valid = v.iota(first, lanes) < v.splat(end, lanes)
-            at = [(row_blocks[t], kv_head, row_slots[t]) for t in range(lanes)]
-            for g in range(self.group):
-                self._absorb_tile(g, at, valid)
+        tiles = _TileAddresses(block_table, sequence, self.k_cache.shape[2], self.lanes, begin, end)
+        tiles.advance(begin)
+        with T.serial(0, T.floordiv(end - begin + (self.lanes - 1), self.lanes)) as tile:
+            first = T.bind(begin + tile * self.lanes)
+            at = [(block, kv_head, slot) for block, slot in tiles.current()]
+            tiles.advance(first + self.lanes)
+            for block, slot in tiles.current():
+                self._prefetch([block, kv_head, slot])
+            valid = v.iota(first, self.lanes) < v.splat(end, self.lanes)
+            for start in range(0, self.group, HEADS_TOGETHER):
+                self._absorb_tile(range(start, min(start + HEADS_TOGETHER, self.group)), at, valid)
+
+    def _prefetch(self, at):
+        """Blocks lie anywhere in memory, so the hardware does not foresee the next tile."""
+        for cache in (self.k_cache, self.v_cache):
+            for d in range(0, self.dim, 64 // cache.dtype.itemsize):
+                v.prefetch(T.address_of(T.BufferLoad(cache, [*at, d])))
 
     def _scale_query(self, row, kv_head, g, d, width):
         value = v.load(self.q, [row, kv_head * self.group + g, d], width) * v.splat(self.scale, width)
@@ -152,63 +150,123 @@ class _Heads:
     def _each_column(self, body):
         v.for_columns(self.dim, self.lanes, body)
 
-    def _absorb_tile(self, g, at, valid):
+    def _absorb_tile(self, heads, at, valid):
         lanes = self.lanes
-        scores = v.hold(T.Select(valid, self._scores(g, at), v.splat(v.NEGATIVE_INFINITY, lanes)))
-        old = T.bind(T.BufferLoad(self.largest, [g]))
-        new = v.hold(T.max(old, v.lane_fold(scores, T.max)))
-        # A tile has a valid row, so `new` is finite unless scores are not; exp(-inf - finite) is zero.
-        weights = v.exp(scores - v.splat(new, lanes), lanes)
-        shrink = v.exp(old - new)
-        T.buffer_store(self.largest, new, [g])
-        T.buffer_store(self.total, T.BufferLoad(self.total, [g]) * shrink + v.lane_sum(weights), [g])
-        shares = [v.hold(v.lane(weights, t)) for t in range(lanes)]
+        for g, dots in zip(heads, self._dots(heads, at), strict=True):
+            scores = v.hold(T.Select(valid, v.lane_sums(dots), v.splat(v.NEGATIVE_INFINITY, lanes)))
+            peak = v.lane_fold(scores, T.max)
+            with T.If(peak > T.BufferLoad(self.largest, [g])), T.Then():
+                self._raise_largest(g, peak)
+            shares = v.exp(scores - v.splat(T.BufferLoad(self.largest, [g]), lanes), lanes)
+            v.store(self.shares, [g, 0], shares, lanes)
+            v.store(self.total, [g, 0], v.load(self.total, [g, 0], lanes) + shares, lanes)
 
         def add_values(d, width):
-            total = v.load(self.sums, [g, d], width) * v.splat(shrink, width)
-            for share, (block, kv_head, slot) in zip(shares, at, strict=True):
-                total = total + v.load(self.v_cache, [block, kv_head, slot, d], width) * v.splat(share, width)
-            v.store(self.sums, [g, d], total, width)
+            sums = v.registers(len(heads), "float32", width)
+            for i, g in enumerate(heads):
+                T.buffer_store(sums, v.load(self.sums, [g, d], width), [i])
+            for t, (block, kv_head, slot) in enumerate(at):
+                value = T.bind(v.load(self.v_cache, [block, kv_head, slot, d], width))
+                for i, g in enumerate(heads):
+                    share = v.splat(T.BufferLoad(self.shares, [g, t]), width)
+                    T.buffer_store(sums, T.BufferLoad(sums, [i]) + value * share, [i])
+            for i, g in enumerate(heads):
+                v.store(self.sums, [g, d], T.BufferLoad(sums, [i]), width)
 
         self._each_column(add_values)
 
-    def _scores(self, g, at):
-        """query . K of the tile's rows as one vector."""
+    def _raise_largest(self, g, peak):
+        """Rescale what was summed so far to a new largest score: rare after the first few tiles."""
+        shrink = v.exp(T.BufferLoad(self.largest, [g]) - peak)
+
+        def scale(buffer, d, width):
+            v.store(buffer, [g, d], v.load(buffer, [g, d], width) * v.splat(shrink, width), width)
+
+        scale(self.total, 0, self.lanes)
+        self._each_column(lambda d, width: scale(self.sums, d, width))
+        T.buffer_store(self.largest, peak, [g])
+
+    def _dots(self, heads, at):
+        """Per head, per row of the tile, the vector of partial sums of query . K."""
         lanes = self.lanes
-        whole = self.dim // lanes * lanes
-        dots = v.registers(lanes, "float32", lanes)
-        for t in range(lanes):
-            T.buffer_store(dots, v.splat(0.0, lanes), [t])
-        with T.serial(0, whole // lanes) as i:
-            query = T.bind(v.load(self.query, [g, i * lanes], lanes))
-            for t, (block, kv_head, slot) in enumerate(at):
-                key = v.load(self.k_cache, [block, kv_head, slot, i * lanes], lanes)
-                T.buffer_store(dots, T.BufferLoad(dots, [t]) + key * query, [t])
-        scores = v.lane_sums([T.bind(T.BufferLoad(dots, [t])) for t in range(lanes)])
-        if whole == self.dim:
-            return scores
-        tails = v.registers(lanes, "float32")
-        for t in range(lanes):
-            T.buffer_store(tails, T.float32(0), [t])
-        with T.serial(whole, self.dim) as d:
-            query = T.bind(v.load(self.query, [g, d]))
-            for t, (block, kv_head, slot) in enumerate(at):
-                key = v.load(self.k_cache, [block, kv_head, slot, d])
-                T.buffer_store(tails, T.BufferLoad(tails, [t]) + key * query, [t])
-        return scores + T.Shuffle([T.BufferLoad(tails, [t]) for t in range(lanes)], list(range(lanes)))
+        together = _rows_together(len(heads), lanes)
+        whole = self.dim // lanes
+        results = [[] for _ in heads]
+        for start in range(0, lanes, together):
+            rows = at[start : start + together]
+            dots = v.registers(len(heads) * together, "float32", lanes)
+            for i in range(len(heads) * together):
+                T.buffer_store(dots, v.splat(0.0, lanes), [i])
+
+            def step(vector, load, rows=rows, dots=dots):
+                queries = [T.bind(v.load(self.query, [g, vector * lanes], lanes)) for g in heads]
+                for t, (block, kv_head, slot) in enumerate(rows):
+                    key = T.bind(load(self.k_cache, [block, kv_head, slot, vector * lanes]))
+                    for i, query in enumerate(queries):
+                        index = i * together + t
+                        T.buffer_store(dots, T.BufferLoad(dots, [index]) + key * query, [index])
+
+            if whole:
+                with T.serial(0, whole) as vector:
+                    step(vector, lambda cache, indices: v.load(cache, indices, lanes))
+            if rest := self.dim - whole * lanes:
+                step(whole, lambda cache, indices, rest=rest: v.load_rest(cache, indices, rest, lanes))
+            for i, result in enumerate(results):
+                result += [T.bind(T.BufferLoad(dots, [i * together + t])) for t in range(together)]
+        return results
 
     def write(self, g, out, at):
         """The finished head; zeros where no row was visible."""
-        total = T.bind(T.BufferLoad(self.total, [g]))
-        inverse = v.hold(_safe_inverse(total))
+        inverse = v.hold(_safe_inverse(self._sum_of_total(g)))
         self._each_column(
             lambda d, width: v.store(out, [*at, d], v.load(self.sums, [g, d], width) * v.splat(inverse, width), width)
         )
 
     def write_partial(self, g, stats, partial, at):
         T.buffer_store(stats, T.BufferLoad(self.largest, [g]), [*at, 0])
-        T.buffer_store(stats, T.BufferLoad(self.total, [g]), [*at, 1])
+        T.buffer_store(stats, self._sum_of_total(g), [*at, 1])
         self._each_column(lambda d, width: v.store(partial, [*at, d], v.load(self.sums, [g, d], width), width))
+
+    def _sum_of_total(self, g):
+        return v.hold(v.lane_sum(T.bind(v.load(self.total, [g, 0], self.lanes))))
+
+
+class _TileAddresses:
+    """Where the rows of one tile lie: (block, slot) of `lanes` successive rows, computed without divisions.
+
+    Past the end the last row stands in: its score is masked, and nothing unknown is read.
+    """
+
+    def __init__(self, block_table, sequence, block_size, lanes, begin, end):
+        self.block_table, self.sequence, self.block_size, self.lanes, self.end = block_table, sequence, block_size, lanes, end
+        self.blocks = v.registers(lanes, "int64")  # 64-bit: a cache may hold more than 2^31 elements
+        self.slots = v.registers(lanes, "int32")
+        self.cursor = v.registers(2, "int32")  # place in the table, slot in the block
+        T.buffer_store(self.cursor, T.floordiv(begin, block_size), [0])
+        T.buffer_store(self.cursor, T.floormod(begin, block_size), [1])
+
+    def advance(self, first):
+        """Move on to the rows from `first`, where the cursor stands."""
+        for t in range(self.lanes):
+            place, slot = (T.bind(T.BufferLoad(self.cursor, [i])) for i in range(2))
+            T.buffer_store(self.blocks, T.Cast("int64", T.BufferLoad(self.block_table, [self.sequence, place])), [t])
+            T.buffer_store(self.slots, slot, [t])
+            more = v.hold(T.Cast("int32", first + (t + 1) < self.end))
+            wraps = v.hold(more * T.Cast("int32", slot + 1 >= self.block_size))
+            T.buffer_store(self.cursor, place + wraps, [0])
+            T.buffer_store(self.cursor, T.Select(T.NE(wraps, 0), T.int32(0), slot + more), [1])
+
+    def current(self):
+        return [(T.bind(T.BufferLoad(self.blocks, [t])), T.bind(T.BufferLoad(self.slots, [t]))) for t in range(self.lanes)]
+
+
+def _rows_together(heads, lanes):
+    """Cache rows whose dot products with all `heads` fit in the registers: a power of two, at most `lanes`."""
+    registers = 24 if lanes == 16 else 12
+    together = lanes
+    while together > 1 and together * heads > registers:
+        together //= 2
+    return together
 
 
 def _safe_inverse(total):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class CpuBackend:
     def build(self, module: tvm.IRModule, folder: Path) -> Built:
         library = folder / "kernels.so"
         compiled = build.build_library(module, library, self.tvm_target)
-        return Built(library, {"ll": compiled.inspect_source("ll"), "s": compiled.inspect_source("asm")})
+        return Built(library, {"ll": _stable(compiled.inspect_source("ll")), "s": compiled.inspect_source("asm")})
 
     def script(self, module: tvm.IRModule, plan: Plan) -> str:
         return module[plan.symbol].script()
@@ -49,6 +50,12 @@ class CpuBackend:
             "features": list(build.cpu_features(self.tvm_target)),
             "lanes": self.lanes,
         }
+
+
+def _stable(llvm: str) -> str:
+    """LLVM IR whose alias-analysis tags, which TVM names by addresses, are numbered: equal input, equal text."""
+    numbers: dict[str, int] = {}
+    return re.sub(r'!"(0x[0-9a-f]+)"', lambda tag: f'!"buffer {numbers.setdefault(tag[1], len(numbers))}"', llvm)
 
 
 def make_backend(target: Target) -> CpuBackend:

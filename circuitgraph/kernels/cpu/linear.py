@@ -51,7 +51,7 @@ class Tile:
     rows: int
     unroll: int = 4
     chains: int = 1
-    prefetch: int = 4096
+    prefetch: int = 1024
 
 
 def default_tile(n, weights, lanes, k=None):
@@ -66,7 +66,7 @@ def default_tile(n, weights, lanes, k=None):
     columns = max(1, 2 // weights)
     limit = (24 if lanes == 16 else 12) // (columns * weights)
     rows = _even_groups(n, max(1, 8 // (columns * weights)) if n <= 8 else limit)
-    return Tile(columns=columns, rows=rows, chains=max(1, 4 // (rows * columns * weights)))
+    return Tile(columns=columns, rows=rows, chains=max(1, 4 // (rows * columns * weights)), prefetch=4096)
 
 
 def _even_groups(n, limit):
@@ -111,17 +111,11 @@ class Activations:
                 with T.serial(0, whole) as i:
                     v.store(self.packed, [group, i, member, 0], v.load(x, [row, i * self.lanes], self.lanes), self.lanes)
             if whole < self.vectors:
-                rest = vector_of_rest(x, [row, whole * self.lanes], self.k - whole * self.lanes, self.lanes)
+                rest = v.load_rest(x, [row, whole * self.lanes], self.k - whole * self.lanes, self.lanes)
                 v.store(self.packed, [group, whole, member, 0], rest, self.lanes)
 
     def load(self, group, vector, member):
         return v.load(self.packed, [group, vector, member, 0], self.lanes)
-
-
-def vector_of_rest(buffer, indices, count, lanes):
-    """The last `count` < lanes elements of a row, filled up with zeros; reads nothing behind them."""
-    values = [v.load(buffer, [*indices[:-1], indices[-1] + i]) for i in range(count)]
-    return T.Shuffle(values + [T.float32(0)] * (lanes - count), list(range(lanes)))
 
 
 def emit_linear(x, projections, *, n, lanes, block=16, tile=None, scratch=None):
@@ -258,7 +252,7 @@ class DotBlock:
         for vector in range(rounds * tile.unroll, whole):
             step(vector, vector % tile.chains, self._load)
         if rest:
-            step(whole, 0, lambda weight, indices: vector_of_rest(weight, indices, rest, self.lanes))
+            step(whole, 0, lambda weight, indices: v.load_rest(weight, indices, rest, self.lanes))
 
         for w, m, c in keys:
             total = T.BufferLoad(accumulators, [slots[0, (w, m, c)]])
@@ -276,5 +270,4 @@ class DotBlock:
             for c in range(tile.columns):
                 start = T.Cast("int64", row + c) * (self.k * size) + T.Cast("int64", position) * size
                 for offset in range(0, tile.unroll * self.lanes * size, 64):
-                    pointer = T.handle_add_byte_offset(weight.data, start + (tile.prefetch + offset))
-                    T.evaluate(T.call_intrin("void", "tirx.prefetch", pointer, 0, 3, 1))
+                    v.prefetch(T.handle_add_byte_offset(weight.data, start + (tile.prefetch + offset)))

@@ -60,6 +60,12 @@ def load(buffer, indices, width=1):
     return T.Cast(vector_type("float32", width), value)
 
 
+def load_rest(buffer, indices, count, lanes):
+    """The last `count` < lanes elements of a row as fp32, filled up with zeros; reads nothing behind them."""
+    values = [load(buffer, [*indices[:-1], indices[-1] + i]) for i in range(count)]
+    return T.Shuffle(values + [T.float32(0)] * (lanes - count), list(range(lanes)))
+
+
 def store(buffer, indices, value, width=1):
     """Store fp32 `value` as `width` adjacent elements, rounded to nearest even."""
     if dtype_of(buffer) == "uint16":
@@ -80,6 +86,11 @@ def _bf16_bits(value, width):
     quiet_nan = (bits >> const(16)) | const(0x40)
     bits16 = T.Select(is_nan(value, width), quiet_nan, rounded)
     return T.Cast(vector_type("uint16", width), bits16)
+
+
+def prefetch(pointer):
+    """Ask for the cache line at `pointer`, to be read soon; an address outside all memory is harmless."""
+    T.evaluate(T.call_intrin("void", "tirx.prefetch", pointer, 0, 3, 1))
 
 
 def is_nan(value, width=1):

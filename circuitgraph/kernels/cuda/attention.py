@@ -1,0 +1,127 @@
+"""Paged decode attention: pieces of a row's context side by side, then their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.tirx.script import builder as T
+
+from .row_program import for_each
+from .values import LOG2_E, LOWEST, hold, load, load_int, put, register, store, wide, zeros
+
+WARPS = 4
+
+
+@dataclass(frozen=True)
+class Query:
+    """One attention node. q: [rows, heads, dim]; `sums` [rows, heads, parts, dim] and `stats` [rows, heads, parts, 2]
+    (largest score in units of log2, sum of weights) are fp32 scratch."""
+
+    q: Any
+    keys: Any
+    values: Any
+    layer: int
+    table: Any
+    seq: Any
+    start: Any
+    length: Any
+    scale: float
+    sums: Any
+    stats: Any
+
+    @property
+    def parts(self) -> int:
+        return int(self.sums.shape[2])
+
+    def span(self, row: Any) -> tuple[Any, Any, Any]:
+        """(sequence, first, end) of the cache rows that a row sees. A row of length 0 is idle: its sequence is not read."""
+        sequence, first = register("int32"), register("int32")
+        put(sequence, T.int32(0))
+        put(first, T.int32(0))
+        end = load_int(self.length, [row])
+        with T.If(end > 0), T.Then():
+            put(sequence, load_int(self.seq, [row]))
+            put(first, T.max(load_int(self.start, [sequence[0]]), T.int32(0)))
+        return sequence[0], first[0], end
+
+    def line(self, sequence: Any, token: Any, kv_head: Any) -> Any:
+        """int64 index of the cache line of one row of a sequence."""
+        block = load_int(self.table, [sequence, T.floordiv(token, self.keys.block_size)])
+        return self.keys.line(self.layer, block, kv_head, T.floormod(token, self.keys.block_size))
+
+
+def emit_plain_attention(env: Any, query: Query) -> None:
+    """A warp for every (row, query head, part), which takes every `parts`-th cache row. For any dim, dtype and block size."""
+    rows, heads, dim = (int(size) for size in query.q.shape)
+    group = heads // query.keys.heads
+    each = -(-dim // 32)
+    with env.kernel(-(-rows * heads * query.parts // WARPS), WARPS) as at:
+        unit = hold(at.block * WARPS + at.warp, "int32")
+        with T.If(unit < rows * heads * query.parts), T.Then():
+            part = hold(T.floormod(unit, query.parts), "int32")
+            head = hold(T.floormod(T.floordiv(unit, query.parts), heads), "int32")
+            row = hold(T.floordiv(unit, query.parts * heads), "int32")
+            sequence, first, end = query.span(row)
+            q, sums = register("float32", each), register("float32", each)
+            zeros(q, each)
+            zeros(sums, each)
+
+            def columns(body: Callable[[int, Any], None]) -> None:
+                """body(register index, column) for the lane's columns."""
+                for index in range(each):
+                    column = at.lane + 32 * index
+                    with T.If(column < dim), T.Then():
+                        body(index, column)
+
+            columns(lambda i, d: put(q, load(query.q, [row, head, d]) * T.float32(query.scale * LOG2_E), i))
+            largest, total, token = register("float32"), register("float32"), register("int32")
+            put(largest, T.float32(LOWEST))
+            put(total, T.float32(0))
+            put(token, first + part)
+            with T.While(token[0] < end):
+                line = hold(query.line(sequence, token[0], T.floordiv(head, group)), "int64")
+                score = register("float32")
+                put(score, T.float32(0))
+                columns(lambda i, d: put(score, score[0] + q[i] * load(query.keys.lines, [line, wide(d)])))
+                put(score, T.cuda.warp_sum(score[0]))
+                top = hold(T.max(largest[0], score[0]))
+                shrink, weight = hold(T.exp2(largest[0] - top)), hold(T.exp2(score[0] - top))
+                put(largest, top)
+                put(total, total[0] * shrink + weight)
+                columns(lambda i, d: put(sums, sums[i] * shrink + weight * load(query.values.lines, [line, wide(d)]), i))
+                put(token, token[0] + query.parts)
+            columns(lambda i, d: store(query.sums, [row, head, part, d], sums[i]))
+            with T.If(at.lane < 1), T.Then():
+                store(query.stats, [row, head, part, 0], largest[0])
+                store(query.stats, [row, head, part, 1], total[0])
+
+
+def emit_combine(env: Any, query: Query, finish: Callable[[Any, Any, Any, Any], None]) -> None:
+    """finish(row, head, column, value) with the sum of all parts; zero where a row sees nothing. A block per row and head."""
+    rows, heads, parts, dim = (int(size) for size in query.sums.shape)
+    warps = -(-dim // 32)
+    with env.kernel(rows * heads, warps) as at:
+        row, head = hold(T.floordiv(at.block, heads), "int32"), hold(T.floormod(at.block, heads), "int32")
+
+        def column(d: Any) -> None:
+            # All loads first, so that they are in flight together.
+            found = [
+                (load(query.stats, [row, head, p, 0]), load(query.stats, [row, head, p, 1]), load(query.sums, [row, head, p, d]))
+                for p in range(parts)
+            ]
+            largest, total, value = register("float32"), register("float32"), register("float32")
+            put(largest, T.float32(LOWEST))
+            put(total, T.float32(0))
+            put(value, T.float32(0))
+            for top, _, _ in found:
+                put(largest, T.max(largest[0], top))
+            for top, weight, partial in found:
+                share = hold(T.exp2(top - largest[0]))
+                put(total, total[0] + share * weight)
+                put(value, value[0] + share * partial)
+            empty = T.EQ(total[0], T.float32(0))
+            finish(row, head, d, hold(T.Select(empty, T.float32(0), value[0] / total[0])))
+
+        for_each(dim, at.warp * 32 + at.lane, warps * 32, column)

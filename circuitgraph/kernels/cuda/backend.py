@@ -1,0 +1,67 @@
+"""The CUDA backend: plans to TIR, TIR to CUDA C++, and that through nvcc to one shared library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tvm
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import ir as I
+from tvm.tirx.script import builder as T
+
+from ...plan.ir import Plan
+from ...target import Built, Target
+from ..base import KERNELS, make_params
+from . import build, templates
+from .environment import CudaEnvironment
+
+
+class CudaBackend:
+    """See `target.Backend`."""
+
+    def __init__(self, target: Target):
+        self.arch = build.architecture(target.arch)
+        self.tvm_target = build.cuda_target(self.arch)
+
+    def lower(self, plans: list[Plan]) -> tvm.IRModule:
+        with IRBuilder() as builder, I.ir_module():
+            for plan in plans:
+                self._emit_function(plan)
+        return builder.get()
+
+    def _emit_function(self, plan: Plan) -> None:
+        with T.prim_func():
+            T.func_name(plan.symbol)
+            flags = ["tirx.use_programtic_dependent_launch"] if self.arch.overlap else []  # TVM's spelling
+            T.func_attr({"tirx.kernel_launch_params": ["blockIdx.x", "threadIdx.x", *flags, "tirx.use_dyn_shared_memory"]})
+            env = CudaEnvironment(plan, overlap=self.arch.overlap, processors=self.arch.processors)
+            for index, group in enumerate(plan.groups):
+                choice = plan.choices[index]
+                template = KERNELS[choice.kernel]
+                env.enter(group)
+                template.emit(env, group, make_params(template, dict(choice.params), plan.symbol))
+            for source, target in env.shared_outputs():
+                templates.emit_copy(env, source, target)
+
+    def source(self, module: tvm.IRModule) -> str:
+        """The generated CUDA C++; equal modules give equal text."""
+        return build.cuda_source(module, self.tvm_target)
+
+    def build(self, module: tvm.IRModule, folder: Path) -> Built:
+        source, library = folder / "kernels.cu", folder / "kernels.so"
+        source.write_text(self.source(module))
+        report = build.compile_cuda(source, library, self.arch)
+        lines = [f"{kernel} {registers} registers, {spilled} B spilled" for kernel, (registers, spilled) in build.resources(report).items()]
+        return Built(library, {"cu": source.read_text(), "resources.txt": "\n".join(sorted(lines)) + "\n"})
+
+    def script(self, module: tvm.IRModule, plan: Plan) -> str:
+        return module[plan.symbol].script()
+
+    def description(self) -> dict[str, Any]:
+        return {"kind": "cuda", "mcpu": self.arch.name, "features": []}
+
+
+def make_backend(target: Target) -> CudaBackend:
+    """What `target.backend_of` calls."""
+    return CudaBackend(target)

@@ -1,0 +1,211 @@
+"""What CUDA templates emit with: buffers by value name, and the frame of a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm.tirx.script import builder as T
+
+from ...circuit.types import DTYPE_BITS, StateType, TensorType
+from ...lower import argument_values
+from ...plan.ir import Group, Plan
+from .values import do, wide
+
+TIR_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32", "i64": "int64", "u8": "uint8"}
+
+
+def int_equal(a: Any, b: Any) -> bool:
+    """Are two dimensions the same number? Open axes are compared by identity elsewhere."""
+    numbers = [int(dim) if isinstance(dim, int) or hasattr(dim, "value") else None for dim in (a, b)]
+    return numbers[0] is not None and numbers[0] == numbers[1]
+
+
+@dataclass(frozen=True)
+class Thread:
+    """Where a thread is in its grid."""
+
+    block: Any
+    warp: Any
+    lane: Any
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A cache's storage as lines of one (layer, block, head, slot) each."""
+
+    lines: Any
+    blocks: Any
+    heads: int
+    block_size: Any
+
+    def line(self, layer: int, block: Any, head: Any, slot: Any) -> Any:
+        """int64 index of a line."""
+        whole = wide(block) + (wide(self.blocks) * layer if layer else T.int64(0))
+        return (whole * self.heads + wide(head)) * wide(self.block_size) + wide(slot)
+
+
+class CudaEnvironment:
+    """Buffers by value name. Arguments are the caller's tensors; the rest are views of the workspace argument.
+
+    overlap: kernels are launched programmatically: each starts while the one before still runs, and waits for it (see
+        `kernel`). processors: multiprocessors that a persistent kernel fills.
+    """
+
+    def __init__(self, plan: Plan, *, overlap: bool, processors: int):
+        self.plan, self.overlap, self.processors = plan, overlap, processors
+        self.group: Group | None = None
+        self._axes: dict[str, Any] = {}
+        self._buffers: dict[str, Any] = {}
+        self._views: dict[tuple[str, tuple[Any, ...], str], Any] = {}
+        self._output_of: dict[str, str] = {}
+        for role, value in argument_values(plan):
+            buffer = self._argument(value, role)
+            if role != "output":
+                self._buffers[value.name] = buffer
+                continue
+            # The first output of a value's bytes is where they live; further ones are copied at the end.
+            root = plan.storage(dict(plan.circuit.outputs)[value.name])
+            if root not in self._buffers:
+                self._buffers[root] = buffer
+                self._output_of[root] = value.name
+            self._buffers[f"output {value.name}"] = buffer
+
+    def _argument(self, value: Any, role: str) -> Any:
+        shape = [self._axis(dim) for dim in value.type.shape]
+        name = value.name.replace(".", "_") + ("_out" if role == "output" else "")
+        return T.arg(name, T.buffer(shape, TIR_DTYPES[value.type.dtype], buffer_name=name))
+
+    def _axis(self, dim: int | str) -> Any:
+        if isinstance(dim, int):
+            return dim
+        if dim not in self._axes:
+            self._axes[dim] = tvm.tirx.Var(dim, "int32")
+        return self._axes[dim]
+
+    # -- kernels -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def kernel(self, blocks: int, warps: int, *, early: bool = False) -> Iterator[Thread]:
+        """One launch; what is emitted inside is its body.
+
+        The next kernel may start at once, and this one waits for the memory of those before it: here, or, when
+        `early`, where the body calls `wait`. Every thread must pass the wait, also one with nothing to do: whoever
+        waits for this kernel must be able to rely on all before it.
+        """
+        with T.attr({"tirx.device_entry": True}):
+            thread = Thread(T.cta_id([blocks]), T.warp_id([warps]), T.lane_id([32]))
+            if self.overlap:
+                do(T.ptx.griddepcontrol.launch_dependents())
+            if not early:
+                self.wait()
+            yield thread
+
+    def wait(self) -> None:
+        """Memory of earlier kernels is complete from here on. Weights and tables may be read before."""
+        if self.overlap:
+            do(T.ptx.griddepcontrol.wait())
+
+    def enter(self, group: Group) -> None:
+        """Templates ask for this group's scratch from now on.
+
+        Every view that they may use is declared here, in host code: one declared inside a kernel would be its own.
+        """
+        self.group = group
+        stored = {key.rpartition("/")[2] for key in self.plan.slots if key.startswith(f"{group.name}/")}
+        for name in (*group.inputs, *group.made, *stored):
+            value_type = self.plan.circuit.types.get(name)
+            if isinstance(value_type, StateType):
+                self.cache(f"{value_type.state}.k")
+                self.cache(f"{value_type.state}.v")
+            elif self.stored(name):
+                buffer = self.buffer(name)
+                if all(isinstance(dim, int) or hasattr(dim, "value") for dim in buffer.shape) and len(buffer.shape) > 1:
+                    self.flat(name)
+                if DTYPE_BITS.get(value_type.dtype if value_type else "") == 16:
+                    self.words(name)
+
+    def stored(self, name: str) -> bool:
+        """Has the value memory? Values that only this group's kernel sees have none."""
+        assert self.group is not None
+        root = self.plan.storage(name)
+        return any(key in self._buffers or key in self.plan.slots for key in (f"{self.group.name}/{root}", root))
+
+    # -- buffers -----------------------------------------------------------------------------------------------
+
+    def buffer(self, name: str) -> Any:
+        """Buffer of a value, weight, table, state part (`kv.slot`) or scratch of the current group."""
+        assert self.group is not None
+        root = self.plan.storage(name)
+        for key in (f"{self.group.name}/{root}", root):
+            if key in self.plan.slots and key not in self._buffers:
+                self._buffers[key] = self._workspace_view(key, root)
+            if key in self._buffers:
+                if name not in self.plan.circuit.types:
+                    return self._buffers[key]
+                return self.view(key, self.plan.circuit.types[name].shape)  # type: ignore[union-attr]
+        raise KeyError(f"{self.plan.symbol} {self.group.name}: '{name}' has no storage")
+
+    def _workspace_view(self, key: str, root: str) -> Any:
+        value_type = self.plan.circuit.types.get(root)
+        if "/" in key:
+            index = self.plan.groups.index(self.group)  # type: ignore[arg-type]
+            value_type = next(item.type for item in self.plan.scratch[index] if f"{self.plan.groups[index].name}/{item.name}" == key)
+        assert isinstance(value_type, TensorType)
+        offset = self.plan.slots[key].offset // (DTYPE_BITS[value_type.dtype] // 8)
+        workspace = self._buffers["workspace"]
+        return T.decl_buffer(list(value_type.shape), TIR_DTYPES[value_type.dtype], data=workspace.data, elem_offset=offset)
+
+    def view(self, key: str, shape: Any, dtype: str = "") -> Any:
+        """The storage `key` under another shape or element type of the same bytes."""
+        buffer = self._buffers[key]
+        dtype = dtype or str(buffer.dtype)
+        shape = [self._axis(dim) if isinstance(dim, str) else dim for dim in shape]
+        same = len(shape) == len(buffer.shape) and all(a is b or int_equal(a, b) for a, b in zip(shape, buffer.shape, strict=True))
+        if same and dtype == str(buffer.dtype):
+            return buffer
+        cached = (key, tuple(str(dim) for dim in shape), dtype)
+        if cached not in self._views:
+            scale = (tvm.DataType(str(buffer.dtype)).bits, tvm.DataType(dtype).bits)
+            offset = buffer.elem_offset * scale[0] // scale[1] if buffer.elem_offset is not None else None
+            self._views[cached] = T.decl_buffer(shape, dtype, data=buffer.data, elem_offset=offset)
+        return self._views[cached]
+
+    def flat(self, name: str) -> Any:
+        """The buffer of `name` as [rows, columns]."""
+        buffer = self.buffer(name)
+        columns = 1
+        for dim in buffer.shape[1:]:
+            columns *= int(dim)
+        return self._shaped(name, (int(buffer.shape[0]), columns))
+
+    def words(self, name: str) -> Any:
+        """A two-byte matrix or vector as 32-bit words, two elements each."""
+        buffer = self.flat(name) if len(self.buffer(name).shape) > 1 else self.buffer(name)
+        shape = [int(dim) for dim in buffer.shape]
+        return self._shaped(name, (*shape[:-1], shape[-1] // 2), "uint32")
+
+    def _shaped(self, name: str, shape: Any, dtype: str = "") -> Any:
+        assert self.group is not None
+        self.buffer(name)
+        root = self.plan.storage(name)
+        key = f"{self.group.name}/{root}"
+        return self.view(key if key in self._buffers else root, shape, dtype)
+
+    def cache(self, name: str) -> Cache:
+        """A state part (`kv.k`)."""
+        storage = self._buffers[name]
+        layers, blocks, heads, block_size, dim = storage.shape
+        lines = self.view(name, (layers * blocks * heads * block_size, dim))
+        return Cache(lines, blocks, int(heads), block_size)
+
+    def shared_outputs(self) -> list[tuple[Any, Any]]:
+        """(storage, output) of outputs whose bytes live elsewhere: in an input, or in another output."""
+        return [
+            (self._buffers[self.plan.storage(value)], self._buffers[f"output {public}"])
+            for public, value in self.plan.circuit.outputs
+            if self._output_of.get(self.plan.storage(value)) != public
+        ]

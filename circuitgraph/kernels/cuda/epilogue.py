@@ -1,0 +1,66 @@
+"""What a matrix product does with its sums before anything reaches memory: bias, residual, gate, activation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import networkx
+
+from ...circuit.ir import Node
+from ...plan.ir import VIEWS, Group, Plan
+from .row_program import ELEMENTWISE, sinks_of
+from .values import hold, load, store
+
+
+class Epilogue:
+    """Evaluates the nodes after some anchors for one element, and stores what others read.
+
+    Called as finish(row, column, sums) with one fp32 sum for each anchor.
+    """
+
+    def __init__(self, env: Any, group: Group, anchors: Sequence[Node], nodes: Sequence[Node]):
+        self.anchors, self.nodes = anchors, nodes
+        made = {value.name for node in group.nodes for value in node.outputs}
+        self.biases = [env.buffer(anchor.inputs[2]) if len(anchor.inputs) == 3 else None for anchor in anchors]
+        self.outside = {name: env.flat(name) for node in nodes for name in node.inputs if name not in made}
+        self.targets = {name: env.flat(name) for name in sinks_of(env.plan, group, (*anchors, *nodes))}
+
+    def __call__(self, row: Any, column: Any, sums: list[Any]) -> None:
+        values: dict[str, Any] = {}
+        for anchor, bias, total in zip(self.anchors, self.biases, sums, strict=True):
+            self._keep(values, anchor, row, column, total if bias is None else total + load(bias, [column], constant=True))
+        for node in self.nodes:
+            operands = [values[n] if n in values else load(self.outside[n], [row, column]) for n in node.inputs]
+            self._keep(values, node, row, column, operands[0] if node.op in VIEWS else ELEMENTWISE[node.op](*operands))
+
+    def _keep(self, values: dict[str, Any], node: Node, row: Any, column: Any, value: Any) -> None:
+        values[node.name] = hold(value)
+        if node.name in self.targets and node.op not in VIEWS:
+            store(self.targets[node.name], [row, column], values[node.name])
+
+
+def meeting(group: Group) -> list[tuple[tuple[Node, ...], tuple[Node, ...]]]:
+    """Anchors whose outputs meet in one epilogue, with that epilogue, in program order."""
+    graph = networkx.Graph()
+    graph.add_nodes_from(node.name for node in (*group.anchors, *group.epilogue))
+    made_by = {value.name: node.name for node in (*group.anchors, *group.epilogue) for value in node.outputs}
+    for node in group.epilogue:
+        graph.add_edges_from((made_by[name], node.name) for name in node.inputs if name in made_by)
+    parts = []
+    for component in networkx.connected_components(graph):
+        anchors = tuple(node for node in group.anchors if node.name in component)
+        parts.append((anchors, tuple(node for node in group.epilogue if node.name in component)))
+    return sorted(parts, key=lambda part: group.nodes.index(part[0][0]))
+
+
+def refuse_epilogue(plan: Plan, group: Group) -> str | None:
+    """Why `Epilogue` cannot evaluate this group's, or None."""
+    foreign = sorted({node.op for node in group.epilogue} - {*ELEMENTWISE, *VIEWS})
+    if foreign:
+        return f"no form of {', '.join(foreign)} in the epilogue"
+    for anchors, _ in meeting(group):
+        shapes = {plan.circuit.types[anchor.inputs[1]].shape for anchor in anchors}  # type: ignore[union-attr]
+        if len(shapes) > 1:
+            return f"weights that meet in one epilogue have different shapes {sorted(shapes)}"
+    return None

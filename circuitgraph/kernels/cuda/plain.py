@@ -1,0 +1,159 @@
+"""Matrix products for every shape and dtype: a warp a weight row, fp32 sums without tensor cores. The last resort."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.tirx.script import builder as T
+
+from .values import LOWEST, do, from_lane_beside, hold, load, put, register, store, wide, zeros
+
+WARPS = 8
+ROWS = 8
+"""Rows that a warp serves with one reading of its weights."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Weights whose sums meet in one epilogue: `finish(row, column, sums)` stores the results of one element."""
+
+    weights: tuple[Any, ...]
+    finish: Callable[[Any, Any, list[Any]], None]
+
+    @property
+    def columns(self) -> int:
+        return int(self.weights[0].shape[0])
+
+
+def chunks_of(rows: int) -> int:
+    return -(-rows // ROWS)
+
+
+def emit_plain(env: Any, x: Any, projections: Sequence[Projection], *, blocks_per_processor: int) -> None:
+    """x: [rows, K]; every weight [columns, K]."""
+    rows, chunks = env.plan.rows, chunks_of(env.plan.rows)
+    total = sum(projection.columns for projection in projections)
+    blocks = min(-(-total // WARPS), env.processors * blocks_per_processor)
+    with env.kernel(blocks * chunks, WARPS) as at:
+        first_row = hold(T.floormod(at.block, chunks) * ROWS, "int32")
+        column = register("int32")
+        put(column, T.floordiv(at.block, chunks) * WARPS + at.warp)
+        with T.While(column[0] < total):
+            start = 0
+            for projection in projections:
+                inside = T.And(column[0] >= start, column[0] < start + projection.columns)
+                with T.If(inside), T.Then():
+                    local = hold(column[0] - start, "int32")
+                    sums = [dot(x, weight, local, first_row, rows, at.lane) for weight in projection.weights]
+                    with T.If(T.And(at.lane < ROWS, first_row + at.lane < rows)), T.Then():
+                        projection.finish(first_row + at.lane, local, sums)
+                start += projection.columns
+            put(column, column[0] + blocks * WARPS)
+
+
+def dot(x: Any, weight: Any, column: Any, first_row: Any, rows: int, lane: Any) -> Any:
+    """Lane r gets weight[column] . x[first_row + r]."""
+    length = int(x.shape[1])
+    sums = register("float32", ROWS)
+    zeros(sums, ROWS)
+
+    def step(k):
+        value = load(weight, [wide(column), k], constant=True)
+        for r in range(ROWS):
+            row = T.min(first_row + r, T.int32(rows - 1))
+            put(sums, sums[r] + value * load(x, [row, k]), r)
+
+    with T.serial(0, length // 32) as i:
+        step(i * 32 + lane)
+    if length % 32:
+        with T.If(lane < length % 32), T.Then():
+            step(lane + length // 32 * 32)
+    mine = register("float32")
+    put(mine, T.float32(0))
+    for r in range(ROWS):
+        whole = hold(T.cuda.warp_sum(sums[r]))
+        put(mine, T.Select(T.EQ(lane, r), whole, mine[0]))
+    return mine[0]
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Scratch of a top-1: [parts, rows] each of the largest logit, its id, and the sum of exp(logit - largest)."""
+
+    best: Any
+    index: Any
+    total: Any
+
+
+class Best:
+    """The running best of one row, in a thread's registers. Ids arrive in rising order, or with `merge` in any."""
+
+    def __init__(self) -> None:
+        self.best, self.total = register("float32"), register("float32")
+        self.index = register("int32")
+        put(self.best, T.float32(LOWEST))
+        put(self.total, T.float32(0))
+        put(self.index, T.int32(0x7FFFFFFF))
+
+    def merge(self, best: Any, index: Any, total: Any) -> None:
+        """Take in another running best; the lower id wins a tie."""
+        wins = T.Or(best > self.best[0], T.And(T.EQ(best, self.best[0]), index < self.index[0]))
+        put(self.index, T.Select(wins, index, self.index[0]))
+        largest = hold(T.max(best, self.best[0]))
+        put(self.total, self.total[0] * T.exp(self.best[0] - largest) + total * T.exp(best - largest))
+        put(self.best, largest)
+
+    def merge_lanes(self, steps: Sequence[int]) -> None:
+        """Join with the lanes that lie `steps` apart, one after the other."""
+        for step in steps:
+            self.merge(*(from_lane_beside(part, step) for part in (self.best, self.index, self.total)))
+
+    def write(self, partials: Partials, part: Any, row: Any) -> None:
+        for buffer, value in ((partials.best, self.best), (partials.index, self.index), (partials.total, self.total)):
+            store(buffer, [part, row], value[0])
+
+
+def emit_plain_top1(env: Any, x: Any, weight: Any, bias: Any | None, partials: Partials) -> None:
+    """The best of every warp's columns; `emit_top1_final` joins them."""
+    rows, chunks, columns = env.plan.rows, chunks_of(env.plan.rows), int(weight.shape[0])
+    parts = int(partials.best.shape[0])
+    with env.kernel(parts // WARPS * chunks, WARPS) as at:
+        first_row = hold(T.floormod(at.block, chunks) * ROWS, "int32")
+        part = hold(T.floordiv(at.block, chunks) * WARPS + at.warp, "int32")
+        state = Best()
+        column = register("int32")
+        put(column, part)
+        with T.While(column[0] < columns):
+            logit = dot(x, weight, column[0], first_row, rows, at.lane)
+            if bias is not None:
+                logit = logit + load(bias, [column[0]], constant=True)
+            state.merge(hold(logit), column[0], T.float32(1))
+            put(column, column[0] + parts)
+        with T.If(T.And(at.lane < ROWS, first_row + at.lane < rows)), T.Then():
+            state.write(partials, part, first_row + at.lane)
+
+
+def emit_top1_final(env: Any, partials: Partials, token: Any, logprob: Any) -> None:
+    """Token and log-probability of every row from the partial results: a block of one warp a row."""
+    parts = int(partials.best.shape[0])
+    with env.kernel(env.plan.rows, 1) as at:
+        state = Best()
+
+        def take(part):
+            values = [register(dtype) for dtype in ("float32", "int32", "float32")]
+            for value, buffer, kind in zip(values, (partials.best, partials.index, partials.total), ("f32", "s32", "f32"), strict=True):
+                do(T.ptx[f"ld.global.{kind}"](value[0], buffer.ptr_to([part, at.block])))
+            state.merge(*(value[0] for value in values))
+
+        for first in range(0, parts // 32 * 32, 32):
+            take(at.lane + first)
+        if parts % 32:
+            with T.If(at.lane < parts % 32), T.Then():
+                take(at.lane + parts // 32 * 32)
+        state.merge_lanes((16, 8, 4, 2, 1))
+        with T.If(at.lane < 1), T.Then():
+            store(token, [at.block], state.index[0])
+            # The best logit's own term is exp(0), so its log-softmax is -log(total).
+            store(logprob, [at.block], T.float32(0) - T.log(state.total[0]))

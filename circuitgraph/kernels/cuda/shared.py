@@ -1,0 +1,112 @@
+"""What several templates need: prologues as launches of their own, scratch of a top-1, the ends of an attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.tirx.script import builder as T
+
+from ...circuit.types import StateType, TensorType
+from ...plan.ir import VIEWS, Group, Plan, Scratch
+from .attention import Query, emit_combine
+from .plain import ROWS, Partials
+from .row_program import Evaluator, Place, emit_rows, for_each, refuse_rows, sinks_of
+from .values import hold, load, store
+
+
+
+def refuse_prologue(plan: Plan, group: Group) -> str | None:
+    return refuse_rows(plan, group.prologue, prologue_sinks(plan, group))
+
+
+def prologue_sinks(plan: Plan, group: Group) -> tuple[str, ...]:
+    """What the prologue has to leave in memory: the anchors' input, and what others read."""
+    sinks = sinks_of(plan, group, group.prologue)
+    x = group.anchors[0].inputs[0]
+    made = {value.name for node in group.prologue for value in node.outputs}
+    return (*sinks, x) if x in made and x not in sinks else sinks
+
+
+def prologue_scratch(plan: Plan, group: Group) -> tuple[Scratch, ...]:
+    crossing = sinks_of(plan, group, group.prologue)
+    types = plan.circuit.types
+    return tuple(Scratch(name, types[name]) for name in prologue_sinks(plan, group) if name not in crossing)  # type: ignore[arg-type]
+
+
+def emit_prologue(env, group: Group, warps: int) -> None:
+    if group.prologue:
+        emit_rows(env, group.prologue, prologue_sinks(env.plan, group), warps=warps)
+
+
+def refuse_top1(group: Group) -> str | None:
+    shape = [node.op for node in (*group.anchors, *group.epilogue)]
+    return None if shape == ["linear", "top1"] else f"expected linear and top1, got {shape}"
+
+
+def partial_scratch(parts: int, rows: int) -> tuple[Scratch, ...]:
+    kinds = (("best", "f32"), ("index", "i32"), ("total", "f32"))
+    return tuple(Scratch(name, TensorType(dtype, (parts, rows))) for name, dtype in kinds)
+
+
+def partials_of(env) -> Partials:
+    return Partials(*(env.buffer(name) for name in ("best", "index", "total")))
+
+
+def refuse_attend(plan: Plan, group: Group, parts: int) -> str | None:
+    if len(group.anchors) != 1:
+        return "one attention at a time"
+    if not 1 <= parts <= 64:
+        return f"parts lie in 1..64, got {parts}"
+    return refuse_rows(plan, group.epilogue, [name for name in sinks_of(plan, group, group.nodes)])
+
+
+def attend_scratch(plan: Plan, group: Group, parts: int) -> tuple[Scratch, ...]:
+    rows, heads, dim = (int(size) for size in plan.circuit.types[group.anchors[0].inputs[0]].shape)  # type: ignore[union-attr]
+    shapes = (("sums", (rows, heads, parts, dim)), ("stats", (rows, heads, parts, 2)))
+    return tuple(Scratch(name, TensorType("f32", shape)) for name, shape in shapes)
+
+
+def query_of(env, group: Group) -> Query:
+    (node,) = group.anchors
+    state = state_of(env.plan, node)
+    return Query(
+        q=env.buffer(node.inputs[0]),
+        keys=env.cache(f"{state}.k"),
+        values=env.cache(f"{state}.v"),
+        layer=int(node.attr["layer"]),
+        **{part: env.buffer(f"{state}.{part}") for part in ("table", "seq", "start", "length")},
+        scale=float(node.attr["scale"]),
+        sums=env.buffer("sums"),
+        stats=env.buffer("stats"),
+    )
+
+
+def state_of(plan: Plan, node: Any) -> str:
+    return next(t.state for t in (plan.circuit.types[name] for name in node.inputs) if isinstance(t, StateType))
+
+
+def emit_attend_end(env, group: Group, query: Query) -> None:
+    """Join the parts, with the epilogue on every element."""
+    (node,) = group.anchors
+    sinks = sinks_of(env.plan, group, group.nodes)
+    targets = {name: env.flat(name) for name in sinks}
+    dim = int(query.q.shape[2])
+
+    def finish(row, head, column, value):
+        evaluator = Evaluator(env, [item for item in group.nodes if item.op not in VIEWS], {node.name: lambda _: value})
+        for name, target in targets.items():
+            store(target, [row, head * dim + column], evaluator.at(name, Place(row, head, column)))
+
+    emit_combine(env, query, finish)
+
+
+def emit_copy(env, source: Any, target: Any) -> None:
+    """A second output of the same bytes."""
+    count = 1
+    for size in target.shape:
+        count *= int(size)
+    views = [T.decl_buffer((count,), str(b.dtype), data=b.data, elem_offset=b.elem_offset) for b in (source, target)]
+    per_block = 32 * ROWS
+    with env.kernel(-(-count // per_block), ROWS) as at:
+        index = hold(at.block * per_block + at.warp * 32 + at.lane, "int32")
+        for_each(count, index, 1 << 30, lambda i: store(views[1], [i], load(views[0], [i])))

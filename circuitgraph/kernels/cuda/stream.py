@@ -1,0 +1,350 @@
+"""Skinny matrix products on tensor cores at the speed of memory: every weight is read once, for up to 32 rows.
+
+One block a multiprocessor stays and takes tile after tile of 16 weight rows. A tile's columns are split over the block's
+warps in steps of 32. Each lane copies exactly the two 16-byte pieces that it will use itself into its own slots of a ring
+in shared memory, so the stream needs no barrier; 16 weights x 32 columns and 8 rows of x are one step of two `mma`. The
+columns are permuted the same way in weights and x, which makes a lane's 16 bytes two fragments as they lie. The ring is
+filled before the kernel waits for its predecessor: weights do not depend on it.
+
+With k_parts > 1 the columns are split over blocks too; a second launch adds the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.backend.cuda.lang.alloc_pool import SMEMPool
+from tvm.tirx.script import builder as T
+
+from .plain import Best, Partials, Projection
+from .values import do, hold, load, put, register, store, wide, zeros
+
+STEP = 32
+"""Columns of one step of a warp."""
+
+COPY = "cp.async.cg.shared.global.L2::128B"
+"""The hint has L2 fetch whole lines of 128 bytes: worth 8 % of bandwidth on an H200."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a product is cut. steps: of one warp per row group; groups: of 16 weight rows in a tile; stages: of the ring,
+    which divide the steps of a tile, so that slots are constants."""
+
+    rows: int
+    columns: int
+    warps: int
+    k_parts: int
+    steps: int
+    groups: int
+    stages: int
+
+    @property
+    def row_blocks(self) -> int:
+        return -(-self.rows // 8)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.warps * (self.stages * 1024 + 2 * self.rows * 64 + self.row_blocks * 32)
+
+
+def geometry(rows: int, columns: int, warps: int, stages: int, k_parts: int, registers: int) -> Geometry | str:
+    """The cut of a product over `columns`, or why there is none.
+
+    Args:
+        stages: how many the ring should have about.
+        k_parts: parts of the columns, 0 for the fewest whose x fits `registers` registers of a thread.
+    """
+    if rows > 32:
+        return f"at most 32 rows, got {rows}"
+    for parts in (k_parts,) if k_parts else (1, 2, 3, 4, 6, 8):
+        if columns % (parts * STEP * warps):
+            continue
+        steps = columns // (parts * STEP * warps)
+        if steps * 4 * -(-rows // 8) > registers:
+            continue
+        for groups in (1, 2, 4, 8):
+            fitting = [d for d in range(max(4, stages - 3), stages + 4) if steps * groups % d == 0]
+            if fitting:
+                best = min(fitting, key=lambda d: abs(d - stages))
+                return Geometry(rows, columns, warps, parts, steps, groups, best)
+    return f"{columns} columns do not split into steps of {STEP * warps} that fit {registers} registers"
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm of x that is folded in. weight: 32-bit words. finish(row, thread, inverse): stores the normed row."""
+
+    weight: Any
+    eps: float
+    zero_centred: bool
+    finish: Callable[[Any, Any, Any], None] | None
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Tiles of one projection: `first` counts tiles of the whole launch, `width` weight rows of each matrix in a group."""
+
+    projection: Projection
+    first: int
+    tiles: int
+    width: int
+
+
+def tiles_of(columns: int, width: int, groups: int) -> int | None:
+    """Tiles of a matrix, None where it does not fit: only tiles of one group may be cut at the end."""
+    if columns % (width * groups) and groups > 1:
+        return None
+    return -(-columns // (width * groups))
+
+
+class Stream:
+    """One launch. x: [rows, columns / 2] words of two elements. Either projections, or one weight and `best`."""
+
+    def __init__(self, env: Any, cut: Geometry, x: Any, kind: str, projections: Sequence[Projection], norm: Norm | None = None):
+        self.env, self.cut, self.x, self.kind, self.norm = env, cut, x, kind, norm
+        self.mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+        self.matrices = len(projections[0].weights)
+        self.width = 16 // self.matrices
+        self.segments: list[_Segment] = []
+        first = 0
+        for projection in projections:
+            tiles = tiles_of(projection.columns, self.width, cut.groups)
+            assert tiles is not None
+            self.segments.append(_Segment(projection, first, tiles, self.width))
+            first += tiles
+        self.tiles = first
+        self.blocks = env.processors // cut.k_parts * cut.k_parts
+
+    def emit(self, *, partial: Any = None, best: Partials | None = None, bias: Any = None) -> None:
+        """partial: [k_parts * rows, all columns] fp32, where the sums go instead of to the projections' `finish`."""
+        cut = self.cut
+        with self.env.kernel(self.blocks, cut.warps, early=True) as at:
+            self.at, self.thread = at, at.warp * 32 + at.lane
+            pool = SMEMPool()
+            self.ring = pool.alloc((cut.warps, cut.stages, 2, 32, 4), "uint32", align=128)
+            self.shared = pool.alloc((2, cut.warps, cut.rows * 16), "float32", align=16)
+            self.squares = pool.alloc((cut.warps, cut.row_blocks * 8), "float32", align=16)
+            pool.commit()
+            self.part = hold(T.floormod(at.block, cut.k_parts), "int32") if cut.k_parts > 1 else 0
+            self.word = hold(self.part * (cut.columns // cut.k_parts // 2) + at.warp * 16 + at.lane % 4 * 4, "int32")
+            tile, turn = register("int32"), register("int32")
+            put(tile, T.floordiv(at.block, cut.k_parts))
+            put(turn, T.int32(0))
+            here, ahead = register("uint64", 2), register("uint64", 2)
+            self._find(tile[0], here)
+            for step in range(cut.stages):
+                with T.If(tile[0] < self.tiles), T.Then():
+                    self._copy(step, here, step)
+                do(T.ptx.cp.async_.commit_group())
+            weights = self._norm_weights()
+            self.env.wait()
+            self._load_x()
+            inverse = self._fold_norm(weights) if self.norm else None
+            state = Best() if best else None
+            with T.While(tile[0] < self.tiles):
+                following = hold(tile[0] + self.blocks // cut.k_parts, "int32")
+                self._find(following, ahead)
+                for group in range(cut.groups):
+                    self.turn = turn[0]
+                    self._multiply(group, here, ahead, following)
+                    do(T.cuda.cta_sync())
+                    with T.If(self.thread < cut.rows * self.width), T.Then():
+                        sums = self._sums()
+                        if inverse is not None:
+                            sums = [hold(total * inverse) for total in sums]
+                        self._finish(tile[0], group, sums, partial, state, bias)
+                    put(turn, T.bitwise_xor(turn[0], 1))
+                for half in range(2):
+                    put(here, ahead[half], half)
+                put(tile, following)
+            if state is not None and best is not None:
+                state.merge_lanes((8, 4, 2, 1))
+                with T.If(T.And(at.lane % 16 < 1, self.thread < cut.rows * 16)), T.Then():
+                    state.write(best, at.block, T.floordiv(self.thread, 16))
+            if self.norm and self.norm.finish:
+                self._store_normed(self.norm.finish)
+
+    # -- weights -----------------------------------------------------------------------------------------------
+
+    def _find(self, tile: Any, target: Any) -> None:
+        """Addresses of the lane's pieces of a tile's first step, for both halves of the 16 weight rows."""
+        for half in range(2):
+            address = None
+            for segment in reversed(self.segments):
+                weights = segment.projection.weights
+                weight = weights[half] if self.matrices == 2 else weights[0]
+                lower = half * 8 if self.matrices == 1 else 0
+                row = (tile - segment.first) * (segment.width * self.cut.groups) + lower + T.floordiv(self.at.lane, 4)
+                row = T.max(T.min(row, T.int32(segment.projection.columns - 1)), T.int32(0))
+                place = T.reinterpret("uint64", weight.ptr_to([wide(row), wide(self.word)]))
+                address = place if address is None else T.if_then_else(tile < segment.first + segment.tiles, place, address)
+            put(target, address, half)
+
+    def _copy(self, slot: int, addresses: Any, step: int) -> None:
+        """Start the copies of one step of a tile into a slot of the ring."""
+        group, step = divmod(step, self.cut.steps)
+        offset = 2 * (group * self.width * self.cut.columns + step * self.cut.warps * STEP)
+        for half in range(2):
+            source = T.reinterpret("handle", addresses[half] + T.uint64(offset))
+            do(T.ptx[COPY](self.ring.ptr_to([self.at.warp, slot, half, self.at.lane, 0]), source, 16))
+
+    def _multiply(self, group: int, here: Any, ahead: Any, following: Any) -> None:
+        """The steps of one row group; every slot is filled again as soon as it has been read."""
+        cut, at = self.cut, self.at
+        sums, piece = register("float32", cut.row_blocks * 4), register("uint32", 8)
+        zeros(sums, cut.row_blocks * 4)
+        for step in range(cut.steps):
+            number = group * cut.steps + step
+            slot = number % cut.stages
+            do(T.ptx.cp.async_.wait_group(cut.stages - 1))
+            for half in range(2):
+                with T.vectorized(0, 4) as v:
+                    T.buffer_store(piece, self.ring[at.warp, slot, half, at.lane, v], [half * 4 + v])
+            for block in range(cut.row_blocks):
+                c = [sums[block * 4 + i] for i in range(4)]
+                x = [self.fragments[(block * cut.steps + step) * 4 + i] for i in range(4)]
+                do(T.ptx[self.mma](*c, piece[0], piece[4], piece[1], piece[5], x[0], x[1], *c))
+                do(T.ptx[self.mma](*c, piece[2], piece[6], piece[3], piece[7], x[2], x[3], *c))
+            later, rest = divmod(number + cut.stages, cut.steps * cut.groups)
+            if later:
+                with T.If(following < self.tiles), T.Then():
+                    self._copy(slot, ahead, rest)
+            else:
+                self._copy(slot, here, rest)
+            do(T.ptx.cp.async_.commit_group())
+        self._share(sums)
+
+    def _share(self, sums: Any) -> None:
+        """Leave the warp's sums where the finishing threads find them, as [row of x][weight row]."""
+        for block in range(self.cut.row_blocks):
+            for i in range(4):
+                row = block * 8 + self.at.lane % 4 * 2 + i % 2
+                place = row * 16 + T.floordiv(self.at.lane, 4) + i // 2 * 8
+                if block * 8 + 8 <= self.cut.rows:
+                    T.buffer_store(self.shared, sums[block * 4 + i], [self.turn, self.at.warp, place])
+                else:
+                    with T.If(row < self.cut.rows), T.Then():
+                        T.buffer_store(self.shared, sums[block * 4 + i], [self.turn, self.at.warp, place])
+
+    def _sums(self) -> list[Any]:
+        """The finished sums of this thread's element, one for each matrix."""
+        results = []
+        for matrix in range(self.matrices):
+            place = self.thread if self.matrices == 1 else T.floordiv(self.thread, 8) * 16 + self.thread % 8 + matrix * 8
+            total = register("float32")
+            put(total, T.float32(0))
+            for warp in range(self.cut.warps):
+                put(total, total[0] + self.shared[self.turn, warp, place])
+            results.append(total[0])
+        return results
+
+    def _finish(self, tile: Any, group: int, sums: list[Any], partial: Any, state: Best | None, bias: Any) -> None:
+        row = hold(T.floordiv(self.thread, self.width), "int32")
+        before = 0
+        for segment in self.segments:
+            mine = T.And(tile >= segment.first, tile < segment.first + segment.tiles)
+            with T.If(mine), T.Then():
+                column = (tile - segment.first) * (self.width * self.cut.groups) + group * self.width + self.thread % self.width
+                column = hold(column, "int32")
+                columns = segment.projection.columns
+                with T.If(column < columns), T.Then():
+                    if state is not None:
+                        logit = sums[0] if bias is None else hold(sums[0] + load(bias, [column], constant=True))
+                        state.merge(logit, column, T.float32(1))
+                    elif partial is not None:
+                        for matrix, total in enumerate(sums):
+                            place = before + matrix * columns + column
+                            store(partial, [self.part * self.cut.rows + row, place], total)
+                    else:
+                        segment.projection.finish(row, column, sums)
+            before += segment.projection.columns * self.matrices
+
+    # -- x and its norm ----------------------------------------------------------------------------------------
+
+    def _load_x(self) -> None:
+        cut = self.cut
+        self.fragments = register("uint32", cut.row_blocks * cut.steps * 4)
+        for block in range(cut.row_blocks):
+            row = T.min(block * 8 + T.floordiv(self.at.lane, 4), T.int32(cut.rows - 1))
+            for step in range(cut.steps):
+                words = [self.fragments[(block * cut.steps + step) * 4 + i] for i in range(4)]
+                do(T.ptx["ld.global.v4.b32"](*words, self.x.ptr_to([row, self.word + step * cut.warps * 16])))
+
+    def _norm_weights(self) -> Any:
+        if self.norm is None:
+            return None
+        weights = register("uint32", self.cut.steps * 4)
+        for step in range(self.cut.steps):
+            words = [weights[step * 4 + i] for i in range(4)]
+            do(T.ptx["ld.global.nc.v4.b32"](*words, self.norm.weight.ptr_to([self.word + step * self.cut.warps * 16])))
+        return weights
+
+    def _fold_norm(self, weights: Any) -> Any:
+        """Multiply x by the norm's weight and return 1 / rms of the row that this thread finishes.
+
+        The sums of squares are the diagonal of x x^T, from the same fragments; 1 / rms is applied to finished sums.
+        """
+        cut, at, norm = self.cut, self.at, self.norm
+        assert norm is not None
+        sums = register("float32", 4)
+        for block in range(cut.row_blocks):
+            zeros(sums, 4)
+            c = [sums[i] for i in range(4)]
+            for step in range(cut.steps):
+                x = [self.fragments[(block * cut.steps + step) * 4 + i] for i in range(4)]
+                for low, high in ((0, 1), (2, 3)):
+                    do(T.ptx[self.mma](*c, x[low], T.uint32(0), x[high], T.uint32(0), x[low], x[high], *c))
+            for odd in range(2):
+                with T.If(T.EQ(T.floordiv(at.lane, 4), at.lane % 4 * 2 + odd)), T.Then():
+                    T.buffer_store(self.squares, sums[odd], [at.warp, block * 8 + T.floordiv(at.lane, 4)])
+        for block in range(cut.row_blocks):
+            for index in range(cut.steps * 4):
+                x = self.fragments[block * cut.steps * 4 + index]
+                if norm.zero_centred:
+                    do(T.ptx[f"fma.rn.{self.kind}x2"](x, x, weights[index], x))
+                else:
+                    do(T.ptx[f"mul.rn.{self.kind}x2"](x, x, weights[index]))
+        do(T.cuda.cta_sync())
+        return self._inverse(T.min(T.floordiv(self.thread, self.width), T.int32(cut.rows - 1)))
+
+    def _inverse(self, row: Any) -> Any:
+        assert self.norm is not None
+        total = register("float32")
+        put(total, T.float32(0))
+        for warp in range(self.cut.warps):
+            put(total, total[0] + self.squares[warp, row])
+        return hold(T.rsqrt(total[0] * T.float32(1.0 / self.cut.columns) + T.float32(self.norm.eps)))
+
+    def _store_normed(self, finish: Callable[[Any, Any, Any], None]) -> None:
+        """The last blocks, which have the fewest tiles, write one row each."""
+        row = hold(self.blocks - 1 - self.at.block, "int32")
+        with T.If(row < self.cut.rows), T.Then():
+            finish(row, self.thread, self._inverse(row))
+
+
+def emit_add_parts(env: Any, cut: Geometry, projections: Sequence[Projection], partial: Any) -> None:
+    """The second launch of a product in parts: every element's parts in order, then its epilogue."""
+    rows, columns = cut.rows, sum(projection.columns for projection in projections)
+    warps = 4
+    with env.kernel(-(-rows * columns // (warps * 32)), warps) as at:
+        index = hold(at.block * warps * 32 + at.warp * 32 + at.lane, "int32")
+        with T.If(index < rows * columns), T.Then():
+            row, place = hold(T.floordiv(index, columns), "int32"), hold(T.floormod(index, columns), "int32")
+            first = before = 0
+            for projection in projections:
+                with T.If(T.And(place >= first, place < first + projection.columns)), T.Then():
+                    column = hold(place - first, "int32")
+                    sums = []
+                    for matrix in range(len(projection.weights)):
+                        at_column = before + matrix * projection.columns + column
+                        parts = [load(partial, [part * rows + row, at_column]) for part in range(cut.k_parts)]
+                        total = parts[0]
+                        for part in parts[1:]:
+                            total = hold(total + part)
+                        sums.append(total)
+                    projection.finish(row, column, sums)
+                first += projection.columns
+                before += projection.columns * len(projection.weights)

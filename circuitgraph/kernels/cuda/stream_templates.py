@@ -1,0 +1,165 @@
+"""Templates for skinny products on tensor cores (see stream.py): what they accept, and how a group maps to launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...circuit.ir import Node
+from ...circuit.types import TensorType
+from ...plan.ir import Group, Plan, Scratch
+from ..base import Kernel, kernel
+from .epilogue import Epilogue, meeting, refuse_epilogue
+from .plain import Projection, emit_top1_final
+from .row_program import Evaluator, Place, for_each, sinks_of
+from .shared import emit_prologue, partial_scratch, partials_of, prologue_scratch, refuse_prologue, refuse_top1
+from .stream import Geometry, Norm, Stream, emit_add_parts, geometry, tiles_of
+from .values import store
+
+SHARED_BYTES = 227 * 1024
+PROLOGUE_WARPS = 16
+
+
+@dataclass(frozen=True)
+class StreamParams:
+    """warps: of a block; stages: of the ring, about; k_parts: parts of the columns over blocks, 0 for the fewest that fit;
+    registers: of a thread for x; fold_norm: apply an RMSNorm inside instead of in a launch of its own."""
+
+    warps: int = 16
+    stages: int = 8
+    k_parts: int = 0
+    registers: int = 96
+    fold_norm: bool = True
+
+
+def cut_of(plan: Plan, group: Group, params: StreamParams) -> Geometry | str:
+    columns = int(plan.circuit.types[group.anchors[0].inputs[0]].shape[1])  # type: ignore[union-attr]
+    return geometry(plan.rows, columns, params.warps, params.stages, params.k_parts, params.registers)
+
+
+def refuse_stream(plan: Plan, group: Group, params: StreamParams) -> str | None:
+    """Why the tensor cores cannot take this group's products, or None."""
+    types = plan.circuit.types
+    x = types[group.anchors[0].inputs[0]]
+    dtypes = {x.dtype, *(types[anchor.inputs[1]].dtype for anchor in group.anchors)}  # type: ignore[union-attr]
+    if len(dtypes) > 1 or dtypes & {"f32"}:
+        return f"needs bf16 or f16 activations and weights of that dtype, got {', '.join(sorted(dtypes))}"
+    cut = cut_of(plan, group, params)
+    if isinstance(cut, str):
+        return cut
+    counts = {len(anchors) for anchors, _ in meeting(group)}
+    if len(counts) > 1 or not counts <= {1, 2}:
+        return f"one or two weights meet in every epilogue, got {sorted(counts)}"
+    width = 16 // counts.pop()
+    for anchor in group.anchors:
+        if tiles_of(int(types[anchor.inputs[1]].shape[0]), width, cut.groups) is None:  # type: ignore[union-attr]
+            return f"{types[anchor.inputs[1]].shape[0]} weight rows do not split into tiles of {width * cut.groups}"  # type: ignore[union-attr]
+    if cut.rows * width > cut.warps * 32:
+        return f"{cut.rows} rows need {cut.rows * width} finishing threads"
+    if cut.shared_bytes > SHARED_BYTES:
+        return f"needs {cut.shared_bytes} B of shared memory"
+    return refuse_prologue(plan, group)
+
+
+def folded_norm(plan: Plan, group: Group, params: StreamParams) -> Node | None:
+    """The norm that the products can take in: the whole prologue, and of the activations' dtype."""
+    cut = cut_of(plan, group, params)
+    if not params.fold_norm or len(group.prologue) != 1 or isinstance(cut, str) or cut.k_parts > 1:
+        return None
+    (node,) = group.prologue
+    types = plan.circuit.types
+    whole = node.op == "rms_norm" and node.name == group.anchors[0].inputs[0]
+    return node if whole and len({types[name].dtype for name in (node.name, *node.inputs)}) == 1 else None  # type: ignore[union-attr]
+
+
+def norm_of(env: Any, group: Group, node: Node, warps: int) -> Norm:
+    crossing = sinks_of(env.plan, group, (node,))
+
+    def finish(row, thread, inverse):
+        evaluator = Evaluator(env, (node,))
+        evaluator.prepared[node.name] = inverse
+        target = env.flat(node.name)
+        columns = evaluator.shape(node.name)[1]
+        for_each(columns, thread, warps * 32, lambda c: store(target, [row, c], evaluator.at(node.name, Place(row, 0, c))))
+
+    return Norm(
+        env.words(node.inputs[1]), float(node.attr["eps"]), node.attr["flavour"] == "zero_centred", finish if crossing else None
+    )
+
+
+def stream_of(env: Any, group: Group, params: StreamParams, projections: list[Projection]) -> Stream:
+    """Emits the prologue where it is a launch of its own."""
+    cut = cut_of(env.plan, group, params)
+    assert isinstance(cut, Geometry)
+    node = folded_norm(env.plan, group, params)
+    if node is None:
+        emit_prologue(env, group, PROLOGUE_WARPS)
+    source = group.anchors[0].inputs[0] if node is None else node.inputs[0]
+    kind = env.plan.circuit.types[source].dtype
+    return Stream(env, cut, env.words(source), kind, projections, norm_of(env, group, node, params.warps) if node else None)
+
+
+@kernel
+class LinearStream(Kernel):
+    """Projections of few rows in bf16 or f16: weights streamed once through tensor cores, norm and epilogue inside."""
+
+    name = "cuda.linear_stream"
+    Params = StreamParams
+
+    @staticmethod
+    def refuse(plan: Plan, group: Group, params: Any) -> str | None:
+        return refuse_epilogue(plan, group) or refuse_stream(plan, group, params)
+
+    @staticmethod
+    def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
+        cut = cut_of(plan, group, params)
+        assert isinstance(cut, Geometry)
+        own = () if folded_norm(plan, group, params) else prologue_scratch(plan, group)
+        if cut.k_parts == 1:
+            return own
+        columns = sum(int(plan.circuit.types[anchor.inputs[1]].shape[0]) for anchor in group.anchors)  # type: ignore[union-attr]
+        return (*own, Scratch("partial", TensorType("f32", (cut.k_parts * plan.rows, columns))))
+
+    @staticmethod
+    def emit(env, group: Group, params: Any) -> None:
+        projections = [
+            Projection(tuple(env.words(anchor.inputs[1]) for anchor in anchors), Epilogue(env, group, anchors, nodes))
+            for anchors, nodes in meeting(group)
+        ]
+        stream = stream_of(env, group, params, projections)
+        if stream.cut.k_parts == 1:
+            stream.emit()
+        else:
+            partial = env.buffer("partial")
+            stream.emit(partial=partial)
+            emit_add_parts(env, stream.cut, projections, partial)
+
+
+@kernel
+class Top1Stream(Kernel):
+    """lm_head, top-1 and log-probability of few rows in bf16 or f16; every block keeps the best of its columns."""
+
+    name = "cuda.top1_stream"
+    Params = StreamParams
+
+    @staticmethod
+    def refuse(plan: Plan, group: Group, params: Any) -> str | None:
+        reason = refuse_top1(group) or refuse_stream(plan, group, params)
+        cut = cut_of(plan, group, params)
+        if reason is None and isinstance(cut, Geometry) and cut.k_parts > 1:
+            return "a logit in parts cannot be reduced where it arises"
+        return reason
+
+    @staticmethod
+    def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
+        own = () if folded_norm(plan, group, params) else prologue_scratch(plan, group)
+        return (*own, *partial_scratch(132, plan.rows))
+
+    @staticmethod
+    def emit(env, group: Group, params: Any) -> None:
+        (linear,), (top1,) = group.anchors, group.epilogue
+        bias = env.buffer(linear.inputs[2]) if len(linear.inputs) == 3 else None
+        stream = stream_of(env, group, params, [Projection((env.words(linear.inputs[1]),), lambda *_: None)])
+        partials = partials_of(env)
+        stream.emit(best=partials, bias=bias)
+        emit_top1_final(env, partials, *(env.buffer(value.name) for value in top1.outputs))

@@ -1,0 +1,142 @@
+"""The CUDA kernel templates that schedules/cuda.yaml chooses from: groups of nodes to the emitters beside this file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...plan.ir import Group, Plan, Scratch
+from ..base import Kernel, kernel
+from .attention import emit_plain_attention
+from .epilogue import Epilogue, meeting, refuse_epilogue
+from .plain import WARPS, Projection, emit_plain, emit_plain_top1, emit_top1_final
+from .row_program import emit_rows, refuse_rows, sinks_of
+from .shared import (
+    attend_scratch,
+    emit_attend_end,
+    emit_copy,
+    emit_prologue,
+    partial_scratch,
+    partials_of,
+    prologue_scratch,
+    query_of,
+    refuse_attend,
+    refuse_prologue,
+    refuse_top1,
+)
+from .stream_templates import LinearStream, Top1Stream
+
+__all__ = ["Attend", "LinearPlain", "LinearStream", "Rows", "Top1Plain", "Top1Stream", "emit_copy"]
+
+
+@kernel
+class Rows(Kernel):
+    """Row-wise nodes in one or two launches: gather, norms, RoPE, cache append."""
+
+    name = "cuda.rows"
+
+    @dataclass(frozen=True)
+    class Params:
+        """warps: of a block that has one row without heads."""
+
+        warps: int = 16
+
+    @staticmethod
+    def refuse(plan: Plan, group: Group, params: Any) -> str | None:
+        return refuse_rows(plan, group.nodes, sinks_of(plan, group, group.nodes))
+
+    @staticmethod
+    def emit(env, group: Group, params: Any) -> None:
+        emit_rows(env, group.nodes, sinks_of(env.plan, group, group.nodes), warps=params.warps)
+
+
+@kernel
+class LinearPlain(Kernel):
+    """Projections of any shape and dtype, a warp a weight row; the prologue by rows before it."""
+
+    name = "cuda.linear_plain"
+
+    @dataclass(frozen=True)
+    class Params:
+        """blocks_per_processor: that stay and take column after column. warps: of the prologue's blocks."""
+
+        blocks_per_processor: int = 4
+        warps: int = 16
+
+    @staticmethod
+    def refuse(plan: Plan, group: Group, params: Any) -> str | None:
+        return refuse_prologue(plan, group) or refuse_epilogue(plan, group)
+
+    @staticmethod
+    def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
+        return prologue_scratch(plan, group)
+
+    @staticmethod
+    def emit(env, group: Group, params: Any) -> None:
+        emit_prologue(env, group, params.warps)
+        projections = [
+            Projection(tuple(env.buffer(anchor.inputs[1]) for anchor in anchors), Epilogue(env, group, anchors, nodes))
+            for anchors, nodes in meeting(group)
+        ]
+        x = env.flat(group.anchors[0].inputs[0])
+        emit_plain(env, x, projections, blocks_per_processor=params.blocks_per_processor)
+
+
+@kernel
+class Top1Plain(Kernel):
+    """lm_head, top-1 and log-probability of any shape and dtype; logits are reduced where they arise."""
+
+    name = "cuda.top1_plain"
+
+    @dataclass(frozen=True)
+    class Params:
+        """blocks_per_processor: that stay and take column after column. warps: of the prologue's blocks."""
+
+        blocks_per_processor: int = 2
+        warps: int = 16
+
+    @staticmethod
+    def refuse(plan: Plan, group: Group, params: Any) -> str | None:
+        return refuse_prologue(plan, group) or refuse_top1(group)
+
+    @staticmethod
+    def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
+        columns = int(plan.circuit.types[group.anchors[0].inputs[1]].shape[0])  # type: ignore[union-attr]
+        blocks = min(-(-columns // WARPS), 132 * params.blocks_per_processor)
+        return (*prologue_scratch(plan, group), *partial_scratch(blocks * WARPS, plan.rows))
+
+    @staticmethod
+    def emit(env, group: Group, params: Any) -> None:
+        emit_prologue(env, group, params.warps)
+        (linear,), (top1,) = group.anchors, group.epilogue
+        bias = env.buffer(linear.inputs[2]) if len(linear.inputs) == 3 else None
+        partials = partials_of(env)
+        emit_plain_top1(env, env.flat(linear.inputs[0]), env.buffer(linear.inputs[1]), bias, partials)
+        emit_top1_final(env, partials, *(env.buffer(value.name) for value in top1.outputs))
+
+
+@kernel
+class Attend(Kernel):
+    """Paged attention of any head size, dtype and block size, a warp a (row, head, part); then the sum of the parts."""
+
+    name = "cuda.attention_plain"
+
+    @dataclass(frozen=True)
+    class Params:
+        """parts: warps that share one row and head."""
+
+        parts: int = 16
+
+    @staticmethod
+    def refuse(plan: Plan, group: Group, params: Any) -> str | None:
+        return refuse_attend(plan, group, params.parts)
+
+    @staticmethod
+    def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
+        return attend_scratch(plan, group, params.parts)
+
+    @staticmethod
+    def emit(env, group: Group, params: Any) -> None:
+        query = query_of(env, group)
+        emit_plain_attention(env, query)
+        emit_attend_end(env, group, query)

@@ -1,0 +1,109 @@
+"""Typed access to memory from device code, and small arithmetic: what every CUDA emitter is written with.
+
+Loads and stores of activations are spelled in PTX on purpose. Kernel parameters are `__restrict__`, so a plain read may
+become a read through the constant cache, which must not be used for data that an earlier kernel of the chain is still
+writing; and two views of the workspace arrive as two such pointers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.tirx.script import builder as T
+
+LOG2_E = 1.4426950408889634
+LOWEST = -1e30
+"""Stands for minus infinity where a difference of two of them must not become NaN."""
+
+
+def do(call: Any) -> None:
+    """Emit a call for its effect."""
+    T.evaluate(call)
+
+
+def register(dtype: str, count: int = 1) -> Any:
+    """`count` mutable locals; with constant indices the compiler keeps them in registers."""
+    return T.alloc_local((count,), dtype)
+
+
+def put(target: Any, value: Any, index: int = 0) -> None:
+    T.buffer_store(target, value, [index])
+
+
+def hold(value: Any, dtype: str = "float32") -> Any:
+    """A value computed once, here."""
+    kept = register(dtype)
+    put(kept, value)
+    return kept[0]
+
+
+def dtype_of(buffer: Any) -> str:
+    return str(buffer.dtype)
+
+
+def load(buffer: Any, indices: list[Any], *, constant: bool = False) -> Any:
+    """One float element as fp32. `constant`: nothing writes it while the program runs (weights, tables)."""
+    path = "ld.global.nc" if constant else "ld.global"
+    result = register("float32")
+    if dtype_of(buffer) == "float32":
+        do(T.ptx[f"{path}.f32"](result[0], buffer.ptr_to(indices)))
+        return result[0]
+    bits = register("uint16")
+    do(T.ptx[f"{path}.b16"](bits[0], buffer.ptr_to(indices)))
+    if dtype_of(buffer) == "bfloat16":
+        put(result, widened(T.Cast("uint32", bits[0])))
+    else:
+        do(T.ptx["cvt.f32.f16"](result[0], bits[0]))
+    return result[0]
+
+
+def load_int(buffer: Any, indices: list[Any]) -> Any:
+    result = register("int32")
+    do(T.ptx["ld.global.s32"](result[0], buffer.ptr_to(indices)))
+    return result[0]
+
+
+def store(buffer: Any, indices: list[Any], value: Any) -> None:
+    """Store an fp32 value, rounded to nearest even; int32 buffers take int32 values."""
+    dtype = dtype_of(buffer)
+    if dtype == "int32":
+        do(T.ptx["st.global.s32"](buffer.ptr_to(indices), value))
+    elif dtype == "float32":
+        do(T.ptx["st.global.f32"](buffer.ptr_to(indices), value))
+    else:
+        bits = register("uint16")
+        do(T.ptx[f"cvt.rn.{'bf16' if dtype == 'bfloat16' else 'f16'}.f32"](bits[0], value))
+        do(T.ptx["st.global.b16"](buffer.ptr_to(indices), bits[0]))
+
+
+def widened(word: Any) -> Any:
+    """bf16 in the low half of a uint32, as fp32."""
+    return T.cuda.uint_as_float(T.shift_left(word, T.uint32(16)))
+
+
+def wide(index: Any) -> Any:
+    """A 64-bit index: a vocabulary times a hidden size, or a cache, may exceed 2^31 elements."""
+    return T.Cast("int64", index)
+
+
+def zeros(target: Any, count: int, value: float = 0.0) -> None:
+    for index in range(count):
+        put(target, T.float32(value), index)
+
+
+def from_lane_beside(part: Any, step: int) -> Any:
+    """The first element of a register in the lane whose number differs by the bit `step`."""
+    return hold(T.cuda.__shfl_xor_sync(T.uint32(0xFFFFFFFF), part[0], step, 32), dtype_of(part))
+
+
+def from_lane(value: Any, lane: Any, dtype: str) -> Any:
+    """A value of another lane of the warp."""
+    return hold(T.cuda.__shfl_sync(T.uint32(0xFFFFFFFF), value, lane, 32), dtype)
+
+
+def sigmoid(x: Any) -> Any:
+    return hold(T.float32(1) / (T.float32(1) + T.exp(T.float32(0) - x)))
+
+
+def silu(x: Any) -> Any:
+    return hold(x * sigmoid(x))

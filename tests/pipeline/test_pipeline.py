@@ -1,0 +1,141 @@
+"""The pipeline: stage names, hooks, what ends it early, and that a refusal leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import circuitgraph
+from circuitgraph.checkpoint import default_config
+from circuitgraph.circuit.ir import Circuit
+from circuitgraph.errors import ArtifactError, CircuitError, ScheduleError
+from circuitgraph.pipeline import STAGES, Run, work_list
+from tests.circuits import SMALL, small_mtp
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A small config.json of the plain family: random weights."""
+    path = tmp_path / "config.json"
+    keys = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size")
+    path.write_text(json.dumps({**default_config("llama_mtp"), **{key: SMALL[key] for key in keys}}))
+    return path
+
+
+def test_stages_come_in_order_and_each_is_shown(config, tmp_path):
+    seen = []
+    out = tmp_path / "out"
+    result = circuitgraph.compile(
+        "mtp_dense",
+        model=config,
+        out=out,
+        widths=(2,),
+        context_rows=(4,),
+        observer=lambda stage, subject, form, seconds: seen.append((stage, subject)),
+        dump=tmp_path / "dump",
+    )
+    first_seen = list(dict.fromkeys(stage for stage, _ in seen))
+    assert first_seen == list(STAGES)
+    assert {subject for stage, subject in seen if stage == "fuse"} == {"draft_1", "draft_2", "context_4"}
+    assert set(result.seconds) == set(STAGES)
+    dumped = sorted(path.name for path in (tmp_path / "dump").iterdir())
+    assert "01_resolve_mtp_dense.txt" in dumped
+    assert "07_place_draft_2.txt" in dumped
+    assert (tmp_path / "dump" / "07_place_draft_2.txt").read_text() == (out / "plans" / "draft_2.txt").read_text()
+    # `show` on the artifact and on the program tell the same.
+    for stage in ("slice", "specialize", "place"):
+        shown = circuitgraph.stage_text(out, entry="draft", width=2, stage=stage)
+        assert shown == circuitgraph.stage_text("mtp_dense", model=config, entry="draft", width=2, stage=stage)
+    assert "draft_2" in circuitgraph.stage_text(out, entry="draft", width=2, stage="lower")
+    with pytest.raises(ArtifactError, match="no program 'draft_3'"):
+        circuitgraph.stage_text(out, entry="draft", width=3, stage="plan")
+    # The same input gives the same source: only the library's build may differ.
+    again = tmp_path / "again"
+    circuitgraph.compile("mtp_dense", model=config, out=again, widths=(2,), context_rows=(4,))
+    for file in sorted((out / "src").iterdir()) + sorted((out / "plans").iterdir()):
+        assert file.read_bytes() == (again / file.parent.name / file.name).read_bytes(), file.name
+
+
+@pytest.mark.parametrize("stage", ["load", "check", "slice", "specialize", "fuse", "schedule", "place", "lower"])
+def test_stop_after_ends_there_and_writes_nothing(stage, config, tmp_path):
+    seen = []
+    result = circuitgraph.compile(
+        "mtp_dense",
+        model=config,
+        out=tmp_path / "out",
+        widths=(1,),
+        context_rows=(4,),
+        stop_after=stage,
+        observer=lambda name, subject, form, seconds: seen.append(name),
+    )
+    assert result.path is None
+    assert not (tmp_path / "out").exists()
+    later = STAGES[STAGES.index(stage) + 1 :]
+    assert not [name for name in seen if name in later and name not in ("resolve", "check")]
+
+
+def test_every_form_is_verified():
+    circuit = small_mtp()
+    run = Run()
+    broken = replace(circuit, nodes=circuit.nodes[1:])
+    with pytest.raises(CircuitError, match="before it is defined"):
+        run("check", "broken", lambda: broken)
+    assert run.seconds == {}
+
+
+def test_an_existing_output_is_refused_before_any_work(config, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("keep me")
+    seen = []
+    for overwrite in (False, True):
+        with pytest.raises(ArtifactError, match="exists"):
+            circuitgraph.compile(
+                "mtp_dense", model=config, out=tmp_path / "out", overwrite=overwrite, observer=lambda *args: seen.append(args)
+            )
+    assert seen == []
+    assert (tmp_path / "out" / "mine.txt").read_text() == "keep me"
+
+
+def test_a_schedule_that_accepts_nothing_says_why_for_every_group(config, tmp_path):
+    schedule = tmp_path / "mine.yaml"
+    schedule.write_text("target: cpu\nrules:\n  - {name: only, patterns: [project, head], rows: 9-, kernel: cpu.linear}\n")
+    with pytest.raises(ScheduleError) as refused:
+        circuitgraph.compile("mtp_dense", model=config, out=tmp_path / "out", widths=(1,), schedule_file=schedule)
+    text = str(refused.value)
+    assert "only: for 9- rows" in text
+    assert "no rule for pattern 'attend'" in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_work_list_always_has_the_single_row_program():
+    assert work_list(small_mtp(), None, (4,), (16,)) == [("draft", 1), ("draft", 4), ("context", 16)]
+    assert work_list(small_mtp(), ["logits"], (2, 1), ()) == [("logits", 1), ("logits", 2)]
+    with pytest.raises(CircuitError, match="Did you mean 'draft'"):
+        work_list(small_mtp(), ["drfat"], (1,), (4,))
+    with pytest.raises(CircuitError, match="widths are positive"):
+        work_list(small_mtp(), None, (0,), (4,))
+
+
+def test_forms_are_frozen_and_hold_places():
+    circuit = small_mtp()
+    with pytest.raises(AttributeError):
+        circuit.name = "other"  # type: ignore[misc]
+    assert isinstance(circuit, Circuit)
+    assert all(node.where is not None and node.where.line for node in circuit.nodes)
+
+
+def test_explain_names_rules_and_refusals():
+    records = circuitgraph.explain("mtp_dense", family="llama_mtp", entry="draft", width=2)
+    assert [record.pattern for record in records][-1] == "head"
+    skinny = next(record for record in records if record.pattern == "project")
+    assert skinny.rule == "skinny projections"
+    assert skinny.refusals == (("wide projections", "for 9- rows"),)
+    assert all(record.bytes > 0 for record in records)
+
+
+def test_explain_and_plan_are_plans_of_the_same_thing():
+    text = circuitgraph.stage_text("mtp_dense", family="llama_mtp", entry="draft", width=2, stage="plan")
+    for record in circuitgraph.explain("mtp_dense", family="llama_mtp", entry="draft", width=2):
+        assert f"{record.group} {record.pattern} -> {record.kernel}(" in text
