@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..base import Kernel, kernel
 from . import rows as row_ops
 from . import vector as v
 from .attention import attention_scratch_floats, attention_splits, emit_attention, emit_kv_append
-from .linear import Projection, Tile, default_tile, emit_linear
+from .linear import Projection, Tile, default_tile, emit_linear, linear_scratch_floats
 from .rows import emit_copy
 from .top1 import Top1Scratch, emit_linear_top1, top1_tasks
 
@@ -54,14 +55,14 @@ class Linear(Kernel):
 
     @dataclass(frozen=True)
     class Params:
-        """block: output columns of a task. tile_*: see `linear.Tile`; 0 takes the measured default for the rows."""
+        """block: output columns of a task. The others: see `linear.Tile`; 0 takes the measured default for the rows."""
 
         block: int = 16
         tile_columns: int = 0
         tile_rows: int = 0
         unroll: int = 0
         chains: int = 0
-        prefetch: int = 4096
+        prefetch: int = 0
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
@@ -79,7 +80,7 @@ class Linear(Kernel):
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
-        return _inner_values(plan, group, group.prologue)
+        return (*_inner_values(plan, group, group.prologue), _packing(plan, group, lambda lanes: _tile(plan, group, params, lanes)))
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
@@ -95,10 +96,14 @@ class Linear(Kernel):
             loads = {name: v.bits_of(buffer) for name, buffer in outside.items()}
             weights = tuple(env.buffer(anchor.inputs[1]) for anchor in anchors)
             projections.append(Projection(weights, _epilogue(anchors, epilogue, biases, loads, stores)))
-        widest = max(len(projection.weights) for projection in projections)
-        x = env.flat(group.anchors[0].inputs[0])
         emit_linear(
-            x, projections, n=env.plan.rows, lanes=env.lanes, block=params.block, tile=_tile(params, env.plan.rows, widest, env.lanes)
+            env.flat(group.anchors[0].inputs[0]),
+            projections,
+            n=env.plan.rows,
+            lanes=env.lanes,
+            block=params.block,
+            tile=_tile(env.plan, group, params, env.lanes),
+            scratch=env.buffer("packed"),
         )
 
 
@@ -129,7 +134,8 @@ class LinearTop1(Kernel):
         partial = (top1_tasks(int(weight.shape[0]), params.task_columns), plan.rows)
         parts = (("best", "f32"), ("index", "i32"), ("total", "f32"))
         partials = tuple(Scratch(name, TensorType(dtype, partial)) for name, dtype in parts)
-        return (*_inner_values(plan, group, group.prologue), *partials)
+        packed = _packing(plan, group, lambda lanes: _head_tile(plan, group, lanes))
+        return (*_inner_values(plan, group, group.prologue), packed, *partials)
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
@@ -149,6 +155,8 @@ class LinearTop1(Kernel):
             bias=bias,
             task_columns=params.task_columns,
             block=params.block,
+            tile=_head_tile(env.plan, group, env.lanes),
+            packed=env.buffer("packed"),
         )
 
 
@@ -255,15 +263,35 @@ _VECTOR_FORMS = {
 }
 
 
-def _tile(params: Any, rows: int, weights: int, lanes: int) -> Tile:
-    measured = default_tile(rows, weights, lanes)
+def _tile(plan: Plan, group: Group, params: Any, lanes: int) -> Tile:
+    """The measured default, with what the schedule sets in its place."""
+    weights = max(len(anchors) for anchors, _ in _meeting(group))
+    measured = default_tile(plan.rows, weights, lanes, _columns(plan, group))
     return Tile(
         columns=params.tile_columns or measured.columns,
-        rows=min(rows, params.tile_rows or measured.rows),
+        rows=min(plan.rows, params.tile_rows or measured.rows),
         unroll=params.unroll or measured.unroll,
         chains=params.chains or measured.chains,
-        prefetch=params.prefetch,
+        prefetch=params.prefetch or measured.prefetch,
     )
+
+
+def _head_tile(plan: Plan, group: Group, lanes: int) -> Tile:
+    return default_tile(plan.rows, 1, lanes, _columns(plan, group))
+
+
+def _columns(plan: Plan, group: Group) -> int:
+    """K: columns of the input that the group's weights read."""
+    x = plan.circuit.types[group.anchors[0].inputs[0]]
+    assert isinstance(x, TensorType)
+    return int(x.elements() // plan.rows)
+
+
+def _packing(plan: Plan, group: Group, tile: Callable[[int], Tile]) -> Scratch:
+    """Room for the packed activations, whichever vector length the code is built for: plans do not depend on it."""
+    k = _columns(plan, group)
+    floats = max(linear_scratch_floats(plan.rows, k, lanes, tile(lanes)) for lanes in (4, 8, 16))
+    return Scratch("packed", TensorType("f32", (floats,)))
 
 
 def _head_shape(plan: Plan, group: Group) -> tuple[int, int]:

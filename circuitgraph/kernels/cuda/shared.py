@@ -60,6 +60,14 @@ def refuse_attend(plan: Plan, group: Group, parts: int) -> str | None:
     return refuse_rows(plan, group.epilogue, [name for name in sinks_of(plan, group, group.nodes)])
 
 
+def attend_facts(plan: Plan, group: Group) -> tuple[int, int, int, set[str]]:
+    """(query heads, head size, KV heads, dtypes of queries and cache)."""
+    (node,) = group.anchors[:1]
+    q = plan.circuit.types[node.inputs[0]]
+    state = next(state for state in plan.circuit.states if state.name == state_of(plan, node))
+    return int(q.shape[1]), int(q.shape[2]), state.heads, {q.dtype, state.dtype}  # type: ignore[union-attr]
+
+
 def attend_scratch(plan: Plan, group: Group, parts: int) -> tuple[Scratch, ...]:
     rows, heads, dim = (int(size) for size in plan.circuit.types[group.anchors[0].inputs[0]].shape)  # type: ignore[union-attr]
     shapes = (("sums", (rows, heads, parts, dim)), ("stats", (rows, heads, parts, 2)))

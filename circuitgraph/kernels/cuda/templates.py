@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,11 @@ from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel
 from .attention import emit_plain_attention
 from .epilogue import Epilogue, meeting, refuse_epilogue
+from .paged import PagedAttention, shared_bytes
 from .plain import WARPS, Projection, emit_plain, emit_plain_top1, emit_top1_final
 from .row_program import emit_rows, refuse_rows, sinks_of
 from .shared import (
+    attend_facts,
     attend_scratch,
     emit_attend_end,
     emit_copy,
@@ -24,9 +27,9 @@ from .shared import (
     refuse_prologue,
     refuse_top1,
 )
-from .stream_templates import LinearStream, Top1Stream
+from .stream_templates import SHARED_BYTES, LinearStream, Top1Stream
 
-__all__ = ["Attend", "LinearPlain", "LinearStream", "Rows", "Top1Plain", "Top1Stream", "emit_copy"]
+__all__ = ["Attend", "AttendPaged", "LinearPlain", "LinearStream", "Rows", "Top1Plain", "Top1Stream", "emit_copy"]
 
 
 @kernel
@@ -113,6 +116,51 @@ class Top1Plain(Kernel):
         partials = partials_of(env)
         emit_plain_top1(env, env.flat(linear.inputs[0]), env.buffer(linear.inputs[1]), bias, partials)
         emit_top1_final(env, partials, *(env.buffer(value.name) for value in top1.outputs))
+
+
+@kernel
+class AttendPaged(Kernel):
+    """Paged attention on tensor cores, a block a (row, KV head, part); then the sum of the parts."""
+
+    name = "cuda.attention_paged"
+
+    @dataclass(frozen=True)
+    class Params:
+        """parts: blocks that share one row and KV head, 0 fills the GPU once; warps: of a block; stages: of each warp's ring."""
+
+        parts: int = 0
+        warps: int = 8
+        stages: int = 2
+
+    @staticmethod
+    def refuse(plan: Plan, group: Group, params: Any) -> str | None:
+        heads, dim, kv_heads, dtypes = attend_facts(plan, group)
+        if len(dtypes) > 1 or "f32" in dtypes:
+            return f"needs queries and cache in bf16 or f16, both the same, got {', '.join(sorted(dtypes))}"
+        if dim not in (64, 128, 256):
+            return f"head size {dim}"
+        if heads % kv_heads or heads // kv_heads > 8:
+            return f"{heads} query heads over {kv_heads}"
+        used = shared_bytes(dim, heads // kv_heads, params.warps, params.stages)
+        if used > SHARED_BYTES:
+            return f"needs {used} B of shared memory"
+        return refuse_attend(plan, group, AttendPaged.parts(plan, group, params))
+
+    @staticmethod
+    def parts(plan: Plan, group: Group, params: Any) -> int:
+        kv_heads = attend_facts(plan, group)[2]
+        return params.parts or max(1, min(32, 1 << round(math.log2(max(132 / (plan.rows * kv_heads), 1)))))
+
+    @staticmethod
+    def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
+        return attend_scratch(plan, group, AttendPaged.parts(plan, group, params))
+
+    @staticmethod
+    def emit(env, group: Group, params: Any) -> None:
+        query, q = query_of(env, group), group.anchors[0].inputs[0]
+        kind = env.plan.circuit.types[q].dtype
+        PagedAttention(env, query, env.words(q), kind, warps=params.warps, stages=params.stages).emit()
+        emit_attend_end(env, group, query)
 
 
 @kernel

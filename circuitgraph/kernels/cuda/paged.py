@@ -1,0 +1,216 @@
+"""Paged decode attention on tensor cores: a block for every (row, KV head, part), a ring of cache tiles for every warp.
+
+A tile is 16 cache rows, in whatever blocks they lie; lane i keeps the address of row i % 16 of the tile that is fetched
+next. The query heads that share a KV head are the rows of the `mma`, so K and V are read once for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.backend.cuda.lang.alloc_pool import SMEMPool
+from tvm.tirx.script import builder as T
+
+from .attention import Query
+from .row_program import for_each
+from .values import LOG2_E, LOWEST, do, from_lane, hold, put, register, store, wide, zeros
+
+TILE = 16
+COPY = "cp.async.cg.shared.global.L2::128B"
+LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
+LOAD_TRANSPOSED = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
+
+
+def shared_bytes(dim: int, group: int, warps: int, stages: int) -> int:
+    return warps * (stages * 2 * TILE * dim * 2 + group * (dim + 2) * 4)
+
+
+class PagedAttention:
+    """One launch. words: q as [rows, heads * dim / 2] words; kind: bf16 or f16, of q and cache."""
+
+    def __init__(self, env: Any, query: Query, words: Any, kind: str, *, warps: int, stages: int):
+        self.env, self.query, self.words = env, query, words
+        self.warps, self.stages, self.kind = warps, stages, kind
+        self.rows, self.heads, self.dim = (int(size) for size in query.q.shape)
+        self.kv_heads = query.keys.heads
+        self.group = self.heads // self.kv_heads
+        self.chunks = self.dim // 8
+        self.mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+
+    def emit(self) -> None:
+        query, parts = self.query, self.query.parts
+        with self.env.kernel(self.rows * self.kv_heads * parts, self.warps) as at:
+            self.at = at
+            pool = SMEMPool()
+            self.ring = pool.alloc((self.warps, self.stages, 2, TILE * self.chunks, 4), "uint32", align=128)
+            self.shared_sums = pool.alloc((self.warps, self.group, self.dim), "float32", align=16)
+            self.shared_stats = pool.alloc((self.warps, self.group, 2), "float32", align=16)
+            pool.commit()
+            self.row = hold(T.floordiv(at.block, self.kv_heads * parts), "int32")
+            self.kv_head = hold(T.floormod(T.floordiv(at.block, parts), self.kv_heads), "int32")
+            self.part = hold(T.floormod(at.block, parts), "int32")
+            self.sequence, self.first, self.end = query.span(self.row)
+            tile, ahead, slot, found = (register("int32") for _ in range(4))
+            first_tile = T.floordiv(self.first, TILE)
+            last_tile = hold(T.floordiv(self.end + (TILE - 1), TILE), "int32")
+            each = T.floordiv(T.max(last_tile - first_tile, T.int32(0)) + (parts - 1), parts)
+            put(tile, first_tile + self.part * each + at.warp)
+            self.stop = hold(T.min(tile[0] - at.warp + each, last_tile), "int32")
+            self._fill(tile, ahead, found)
+            self._load_query()
+            self._reset()
+            put(slot, T.int32(0))
+            with T.While(tile[0] < self.stop):
+                do(T.ptx.cp.async_.wait_group(self.stages - 1))
+                do(T.cuda.warp_sync())
+                self._score(tile[0], slot[0])
+                self._add_values(slot[0])
+                do(T.cuda.warp_sync())
+                self._copy(slot[0], ahead[0], found[0])
+                do(T.ptx.cp.async_.commit_group())
+                put(ahead, ahead[0] + self.warps)
+                self._find(ahead[0], found)
+                put(tile, tile[0] + self.warps)
+                put(slot, T.Select(T.EQ(slot[0], self.stages - 1), T.int32(0), slot[0] + 1))
+            self._join_warps()
+
+    # -- the ring ----------------------------------------------------------------------------------------------
+
+    def _fill(self, tile: Any, ahead: Any, found: Any) -> None:
+        """Start the first tiles; their addresses are looked up together."""
+        lines = [register("int32") for _ in range(self.stages)]
+        for stage, line in enumerate(lines):
+            self._find(tile[0] + stage * self.warps, line)
+        for stage, line in enumerate(lines):
+            self._copy(stage, tile[0] + stage * self.warps, line[0])
+            do(T.ptx.cp.async_.commit_group())
+        put(ahead, tile[0] + self.stages * self.warps)
+        self._find(ahead[0], found)
+
+    def _find(self, tile: Any, target: Any) -> None:
+        """The cache line of the lane's row of a tile. Rows that are not visible are replaced by one that is: their score
+        is masked, and nothing unknown is read."""
+        put(target, T.int32(0))
+        with T.If(tile < self.stop), T.Then():
+            token = T.min(T.max(tile * TILE + self.at.lane % TILE, self.first), self.end - 1)
+            put(target, T.Cast("int32", self.query.line(self.sequence, hold(token, "int32"), self.kv_head)))
+
+    def _copy(self, slot: Any, tile: Any, found: Any) -> None:
+        """Start the copies of a tile's keys and values: 16 bytes a lane, chunks swizzled by row against bank conflicts."""
+        with T.If(tile < self.stop), T.Then():
+            for index in range(self.chunks // 2):
+                piece = index * 32 + self.at.lane
+                row, chunk = T.floordiv(piece, self.chunks), T.floormod(piece, self.chunks)
+                line = from_lane(found, row, "int32")
+                place = row * self.chunks + T.bitwise_xor(chunk, T.bitwise_and(row, 7))
+                for half, cache in enumerate((self.query.keys, self.query.values)):
+                    source = cache.lines.ptr_to([wide(line), wide(chunk * 8)])
+                    do(T.ptx[COPY](self.ring.ptr_to([self.at.warp, slot, half, place, 0]), source, 16))
+
+    # -- one tile ----------------------------------------------------------------------------------------------
+
+    def _load_query(self) -> None:
+        self.q = register("uint32", self.dim // 8)
+        for index in range(self.dim // 8):
+            put(self.q, T.uint32(0), index)
+        head_row = T.floordiv(self.at.lane, 4)
+        with T.If(head_row < self.group), T.Then():
+            first = hold((self.kv_head * self.group + head_row) * (self.dim // 2) + self.at.lane % 4, "int32")
+            for index in range(self.dim // 8):
+                do(T.ptx["ld.global.b32"](self.q[index], self.words.ptr_to([self.row, first + index * 4])))
+
+    def _reset(self) -> None:
+        self.sums = register("float32", self.dim // 2)
+        self.scores = register("float32", 8)
+        self.largest, self.total = register("float32"), register("float32")
+        self.weights = register("uint32", 2)
+        zeros(self.sums, self.dim // 2)
+        put(self.largest, T.float32(LOWEST))
+        put(self.total, T.float32(0))
+
+    def _score(self, tile: Any, slot: Any) -> None:
+        """Scores of 16 cache rows, the running largest, and the weights as fragments of the next product."""
+        lane, piece = self.at.lane, register("uint32", 4)
+        zeros(self.scores, 8)
+        for half in range(2):
+            c = [self.scores[half * 4 + i] for i in range(4)]
+            for step in range(self.dim // 32):
+                place = (half * 8 + lane % 8) * self.chunks + T.bitwise_xor(step * 4 + T.floordiv(lane, 8), lane % 8)
+                do(T.ptx[LOAD](*(piece[i] for i in range(4)), self.ring.ptr_to([self.at.warp, slot, 0, place, 0])))
+                for part in range(2):
+                    q = [self.q[step * 4 + part * 2 + i] for i in range(2)]
+                    zero = T.uint32(0)
+                    do(T.ptx[self.mma](*c, q[0], zero, q[1], zero, piece[part * 2], piece[part * 2 + 1], *c))
+        scale = T.float32(self.query.scale * LOG2_E)
+        for half in range(2):
+            for i in range(2):
+                token = tile * TILE + half * 8 + lane % 4 * 2 + i
+                visible = T.And(token >= self.first, token < self.end)
+                put(self.scores, T.Select(visible, self.scores[half * 4 + i] * scale, T.float32(LOWEST)), half * 4 + i)
+        seen = [0, 1, 4, 5]
+        top = self.scores[0]
+        for index in seen[1:]:
+            top = T.max(top, self.scores[index])
+        top = hold(T.max(self.largest[0], T.cuda.warp_max(hold(top), 4)))
+        shrink = hold(T.exp2(self.largest[0] - top))
+        put(self.largest, top)
+        put(self.total, self.total[0] * shrink)
+        for index in seen:
+            put(self.scores, T.exp2(self.scores[index] - top), index)
+            put(self.total, self.total[0] + self.scores[index])
+        for half in range(2):
+            low, high = self.scores[half * 4], self.scores[half * 4 + 1]
+            do(T.ptx[f"cvt.rn.{self.kind}x2.f32"](self.weights[half], high, low))
+        for index in range(self.dim // 8):
+            for i in range(2):
+                put(self.sums, self.sums[index * 4 + i] * shrink, index * 4 + i)
+
+    def _add_values(self, slot: Any) -> None:
+        lane, piece, zero = self.at.lane, register("uint32", 4), T.uint32(0)
+        for step in range(self.dim // 16):
+            row = T.floormod(T.floordiv(lane, 8), 2) * 8 + lane % 8
+            place = row * self.chunks + T.bitwise_xor(step * 2 + T.floordiv(lane, 16), lane % 8)
+            do(T.ptx[LOAD_TRANSPOSED](*(piece[i] for i in range(4)), self.ring.ptr_to([self.at.warp, slot, 1, place, 0])))
+            for part in range(2):
+                c = [self.sums[(step * 2 + part) * 4 + i] for i in range(4)]
+                weights = (self.weights[0], zero, self.weights[1], zero)
+                do(T.ptx[self.mma](*c, *weights, piece[part * 2], piece[part * 2 + 1], *c))
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def _join_warps(self) -> None:
+        """The sum of all warps' tiles, as one part of the row's result."""
+        at, head_row = self.at, T.floordiv(self.at.lane, 4)
+        put(self.total, T.cuda.warp_sum(self.total[0], 4))
+        with T.If(head_row < self.group), T.Then():
+            for index in range(self.dim // 8):
+                for i in range(2):
+                    column = index * 8 + at.lane % 4 * 2 + i
+                    T.buffer_store(self.shared_sums, self.sums[index * 4 + i], [at.warp, head_row, column])
+            with T.If(at.lane % 4 < 1), T.Then():
+                T.buffer_store(self.shared_stats, self.largest[0], [at.warp, head_row, 0])
+                T.buffer_store(self.shared_stats, self.total[0], [at.warp, head_row, 1])
+        do(T.cuda.cta_sync())
+        for member in range(self.group):
+            head = hold(self.kv_head * self.group + member, "int32")
+            top, total = register("float32"), register("float32")
+            put(top, T.float32(LOWEST))
+            put(total, T.float32(0))
+            for warp in range(self.warps):
+                put(top, T.max(top[0], self.shared_stats[warp, member, 0]))
+            shares = [hold(T.exp2(self.shared_stats[warp, member, 0] - top[0])) for warp in range(self.warps)]
+            for warp, share in enumerate(shares):
+                put(total, total[0] + share * self.shared_stats[warp, member, 1])
+
+            def column(d, member=member, head=head, shares=shares):
+                value = register("float32")
+                put(value, T.float32(0))
+                for warp, share in enumerate(shares):
+                    put(value, value[0] + share * self.shared_sums[warp, member, d])
+                store(self.query.sums, [self.row, head, self.part, d], value[0])
+
+            thread = at.warp * 32 + at.lane
+            for_each(self.dim, thread, self.warps * 32, column)
+            with T.If(thread < 1), T.Then():
+                store(self.query.stats, [self.row, head, self.part, 0], top[0])
+                store(self.query.stats, [self.row, head, self.part, 1], total[0])
