@@ -13,7 +13,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .measure.bench import BenchReport, bench
     from .checkpoint import bind, load_circuit, open_checkpoint
     from .circuit.ir import Circuit
     from .errors import (
@@ -29,9 +28,10 @@ if TYPE_CHECKING:
     from .inspect import explain, stage_text
     from .interpret import interpret
     from .language import load_program, parse_circuit, resolve, shipped_programs
+    from .measure.bench import BenchReport, bench
+    from .measure.verify import VerifyReport, verify
     from .pipeline import CompileResult, compile
     from .runtime import load
-    from .measure.verify import VerifyReport, verify
 
 __version__ = "0.1.0"
 

@@ -116,7 +116,15 @@ def explain(
         nodes = tuple(f"{node.name} = {node.op}" for node in group.nodes)
         explanations.append(
             Explanation(
-                group.name, group.pattern, nodes, choice.rule, choice.kernel, dict(choice.params), choice.refusals, cost.bytes, cost.flops
+                group.name,
+                group.pattern,
+                nodes,
+                choice.rule,
+                choice.kernel,
+                dict(choice.params),
+                choice.refusals,
+                cost.bytes,
+                cost.flops,
             )
         )
     return explanations

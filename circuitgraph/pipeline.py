@@ -173,7 +173,13 @@ def compile(
         from .artifact.pack import pack
 
         scripts = {plan.symbol: backend.script(module, plan) for plan in plans}
-        options = {"target": target, "widths": sorted({1, *widths}), "context_rows": sorted(set(context_rows)), "act": act, "kv": kv}
+        options = {
+            "target": target,
+            "widths": sorted({1, *widths}),
+            "context_rows": sorted(set(context_rows)),
+            "act": act,
+            "kv": kv,
+        }
         artifact = run(
             "pack",
             name,
@@ -207,7 +213,11 @@ def work_list(
         CircuitError: an entry that does not exist, or a width that is not positive.
     """
     known = {entry.name: entry for entry in circuit.entries}
-    faults = [Fault(f"no entry '{name}'", where=circuit.name, hint=did_you_mean(name, known)) for name in entries or () if name not in known]
+    faults = [
+        Fault(f"no entry '{name}'", where=circuit.name, hint=did_you_mean(name, known))
+        for name in entries or ()
+        if name not in known
+    ]
     faults += [Fault("widths are positive", where=circuit.name, got=str(rows)) for rows in (*widths, *context_rows) if rows < 1]
     if faults:
         raise CircuitError(faults)

@@ -1,4 +1,4 @@
-"""Targets: what a plan is built for. `cpu` is this machine; `cpu:portable` and `cpu:<mcpu>` are others."""
+"""Targets: what a plan is built for. `cpu` is this machine, `cpu:portable` and `cpu:<mcpu>` are others; `cuda:sm_90a` is a GPU."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Backend(Protocol):
         ...
 
 
-KINDS = ("cpu",)
+KINDS = ("cpu", "cuda")
 
 
 def parse_target(text: str) -> Target:
-    """'cpu', 'cpu:portable' or 'cpu:<mcpu>'.
+    """'cpu', 'cpu:portable', 'cpu:<mcpu>', 'cuda' or 'cuda:sm_<number>'.
 
     Raises:
         BuildError: a kind that there is no backend for.

@@ -138,9 +138,7 @@ def _from_folder(folder: Path, specs: Mapping[str, WeightSpec], device: torch.de
     return {name: tensors[spec.tensor].to(device, TORCH_DTYPES[spec.dtype]) for name, spec in specs.items()}
 
 
-def _made_up(
-    circuit: Circuit, specs: Mapping[str, WeightSpec], seed: int, device: torch.device
-) -> dict[str, torch.Tensor]:
+def _made_up(circuit: Circuit, specs: Mapping[str, WeightSpec], seed: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Weights of a program that was compiled from a config alone; tied ones share their tensor."""
     if not specs:
         return {}

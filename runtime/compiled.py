@@ -363,4 +363,3 @@ def _compiled_block_size(manifest: Manifest) -> int | None:
     storage = {f"{state.name}.k" for state in manifest.circuit.states}
     sizes = {arg.shape[3] for f in manifest.functions.values() for arg in f.args if arg.name in storage}
     return next((size for size in sizes if isinstance(size, int)), None)
-

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
-from circuitgraph.artifact import read_artifact
+from circuitgraph.artifact import Manifest, read_artifact
 
 from .binding import bind_weights
 from .compiled import CompiledRunner, open_library
+from .cuda import CudaRunner, check_device
 
 
 def load(
@@ -23,6 +24,7 @@ def load(
     fallback: str = "cover",
     max_position: int | None = None,
     seed: int = 0,
+    device: torch.device | str | None = None,
 ) -> CompiledRunner:
     """Verify an artifact (folder or zip), bind its weights and load its library.
 
@@ -34,6 +36,7 @@ def load(
         fallback: how widths without a program run: "cover" or "single" (see `CompiledRunner`).
         max_position: rows of the RoPE tables, instead of the manifest's: the longest sequence that will be served.
         seed: of the weights of a program that was compiled from a config alone.
+        device: where to run; torch's current GPU for a CUDA artifact.
 
     Raises:
         ArtifactError: an artifact of another version or target, or a damaged one.
@@ -43,7 +46,22 @@ def load(
     >>> ReferenceRunner(runner.circuit, runner.weights)  # the same program, interpreted          # doctest: +SKIP
     """
     artifact = read_artifact(path)
+    place = _device(artifact.manifest, device, str(path))
     bound = bind_weights(
-        artifact, weights=weights, model=model, target_model=target_model, max_position=max_position, seed=seed
+        artifact, weights=weights, model=model, target_model=target_model, max_position=max_position, seed=seed, device=place
     )
-    return CompiledRunner(artifact.manifest, open_library(artifact, threads=threads), bound, fallback=fallback)
+    runner = CudaRunner if place.type == "cuda" else CompiledRunner
+    return runner(artifact.manifest, open_library(artifact, threads=threads), bound, device=place, fallback=fallback)
+
+
+def _device(manifest: Manifest, device: torch.device | str | None, where: str) -> torch.device:
+    """Where an artifact runs, with the index of the GPU filled in.
+
+    Raises:
+        ArtifactError: the GPU is absent or another one than it was compiled for.
+    """
+    if manifest.target.kind != "cuda":
+        return torch.device("cpu")
+    place = torch.device(device or "cuda")
+    check_device(manifest, place, where)
+    return torch.device("cuda", torch.cuda.current_device()) if place.index is None else place

@@ -91,9 +91,7 @@ class MtpProposer(DraftProposer):
         limit = self.runner.max_position
         return max_seq_len if limit is None else min(max_seq_len, limit)
 
-    def catchup_drafter(
-        self, tokens: Sequence[int], hiddens: Hiddens, row_base: int, pos_base: int, state: ProposerState
-    ) -> int:
+    def catchup_drafter(self, tokens: Sequence[int], hiddens: Hiddens, row_base: int, pos_base: int, state: ProposerState) -> int:
         with self._lock:
             mine = self._mine(state)
             if row_base != mine.rows:

@@ -70,9 +70,7 @@ class DraftProposer(abc.ABC):
         """How many hidden rows the proposer can use of a sequence that long: the size of a server's capture buffer."""
 
     @abc.abstractmethod
-    def catchup_drafter(
-        self, tokens: Sequence[int], hiddens: Hiddens, row_base: int, pos_base: int, state: ProposerState
-    ) -> int:
+    def catchup_drafter(self, tokens: Sequence[int], hiddens: Hiddens, row_base: int, pos_base: int, state: ProposerState) -> int:
         """Append rows at `row_base`: row i pairs (hiddens[i], tokens[i]), tokens[0] being at sequence position `pos_base`.
 
         Returns:

@@ -104,7 +104,9 @@ def test_every_program_equals_the_reference(compiled: Compiled, seed: int) -> No
                 close(compiled.circuit, got[name], value)
         if "draft" in want:
             # A token may differ only where the reference's own two best are as close as the tolerance.
-            scores = interpret(compiled.circuit, outputs=["logits"], inputs=inputs, weights=weights, states={"kv": copy_of(cache)})
+            scores = interpret(
+                compiled.circuit, outputs=["logits"], inputs=inputs, weights=weights, states={"kv": copy_of(cache)}
+            )
             best = scores["logits"].float().amax(1)
             chosen = scores["logits"].float().gather(1, got["draft"].long()[:, None])[:, 0]
             assert (best - chosen <= TOLERANCE[compiled.circuit.act]).all()

@@ -58,7 +58,9 @@ def artifacts(tmp_path_factory):
 
 def load(path, name: str) -> DraftRunner:
     target = FIXTURES / name / "target"
-    return circuitgraph.load(path, model=FIXTURES / name, target_model=target if target.is_dir() else None, max_position=64, threads=2)
+    return circuitgraph.load(
+        path, model=FIXTURES / name, target_model=target if target.is_dir() else None, max_position=64, threads=2
+    )
 
 
 @pytest.mark.parametrize("case", ["a", "b", "c", "d", "d_without_overwrite"])

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from ..errors import ArtifactError, Fault
 from .manifest import MANIFEST, Manifest, Target
 
@@ -135,8 +137,8 @@ def machine_features() -> frozenset[str] | None:
 
 
 def check_target(target: Target, where: str) -> None:
-    """Raises ArtifactError when code for `target` cannot run on this machine."""
-    if target.kind != "cpu":
+    """Raises ArtifactError when code for `target` cannot run on this machine. Whether the GPU fits, the runner checks."""
+    if target.kind != "cpu" and not (target.kind == "cuda" and torch.cuda.is_available()):
         hint = "Compile for the CPU here, or load it where that device is."
         raise ArtifactError(Fault(f"was compiled for '{target.kind}'", where=where, subject="target", expected="cpu", hint=hint))
     here = platform.machine()

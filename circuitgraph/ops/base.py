@@ -155,7 +155,4 @@ def need_rank(item: Any, ranks: Sequence[int], what: str) -> None:
 
 def random_tensors(types: Sequence[Any], generator: torch.Generator) -> list[torch.Tensor]:
     """Standard normal tensors of the given types."""
-    return [
-        torch.randn(item.shape, generator=generator).to(TORCH_DTYPES[item.dtype])
-        for item in types
-    ]
+    return [torch.randn(item.shape, generator=generator).to(TORCH_DTYPES[item.dtype]) for item in types]

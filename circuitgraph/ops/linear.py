@@ -100,5 +100,3 @@ class Top1(Op):
             return [logits.round()]
 
         return [Sample(types, {}), Sample(types, {}, ties)]
-
-

@@ -160,7 +160,11 @@ def _row_groups(circuit: Circuit, groups: list[Group], taken: set[str]) -> list[
         if node.name in taken:
             continue
         for bundle in reversed(bundles):
-            trial = [*groups, *(_bundle(circuit, other) for other in bundles if other is not bundle), _bundle(circuit, [*bundle, node])]
+            trial = [
+                *groups,
+                *(_bundle(circuit, other) for other in bundles if other is not bundle),
+                _bundle(circuit, [*bundle, node]),
+            ]
             rest = [other for other in circuit.nodes if not any(other in group.nodes for group in trial)]
             if _acyclic(graph, [*trial, *(_bundle(circuit, [other]) for other in rest)]):
                 bundle.append(node)

@@ -87,7 +87,9 @@ def verify_placement(plan: Plan) -> None:
             there = plan.slots[other.name]
             apart = slot.offset + slot.bytes <= there.offset or there.offset + there.bytes <= slot.offset
             if item.meets(other) and not apart:
-                faults.append(Fault(f"shares bytes with '{other.name}' while both are live", where=plan.symbol, subject=item.name))
+                faults.append(
+                    Fault(f"shares bytes with '{other.name}' while both are live", where=plan.symbol, subject=item.name)
+                )
     if faults:
         raise CircuitError(faults)
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-from circuitgraph.runtime.rope import RopeSpec, rope_tables
 
 from circuitgraph.checkpoint import read_config
 from circuitgraph.errors import RuntimeUseError
+from circuitgraph.runtime.rope import RopeSpec, rope_tables
 
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 4096}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}

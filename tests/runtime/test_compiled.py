@@ -123,9 +123,19 @@ def test_chain_marks_rows_that_stopped():
         chain = each.chain(3, ints(5, 6, 7), script.hiddens[:3], ints(1, 1, 1), caches, slots)
         assert (chain.drafts >= 0).tolist() == [[True, False, False], [True] * 3, [True, True, False]]
         assert torch.equal(chain.logprobs.isnan(), chain.drafts < 0)
-        assert chain.drafts[1].tolist() == each.chain(
-            3, ints(6), script.hiddens[1:2], ints(1), proposer._batch._caches(states[1:2], [0], [1], slots[0, 1:2]), slots[:, 1:2]
-        ).drafts[0].tolist()
+        assert (
+            chain.drafts[1].tolist()
+            == each.chain(
+                3,
+                ints(6),
+                script.hiddens[1:2],
+                ints(1),
+                proposer._batch._caches(states[1:2], [0], [1], slots[0, 1:2]),
+                slots[:, 1:2],
+            )
+            .drafts[0]
+            .tolist()
+        )
 
 
 def test_logits_of_every_width():

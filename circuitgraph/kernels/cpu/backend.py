@@ -17,7 +17,7 @@ from ...lower import argument_values
 from ...plan.ir import Group, Plan
 from ...target import Built, Target
 from ..base import KERNELS, make_params
-from . import build, templates  # noqa: F401  (templates registers the CPU kernels)
+from . import build, templates
 
 TIR_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32", "i64": "int64", "u8": "uint8"}
 
@@ -134,14 +134,14 @@ class CpuEnvironment:
         value_type = self.plan.circuit.types.get(root)
         if "/" in key:
             index = self.plan.groups.index(self.group)  # type: ignore[arg-type]
-            value_type = next(item.type for item in self.plan.scratch[index] if f"{self.plan.groups[index].name}/{item.name}" == key)
+            value_type = next(
+                item.type for item in self.plan.scratch[index] if f"{self.plan.groups[index].name}/{item.name}" == key
+            )
         assert isinstance(value_type, TensorType)
         itemsize = DTYPE_BITS[value_type.dtype] // 8
         offset = self.plan.slots[key].offset // itemsize
         workspace = self._buffers["workspace"]
-        return T.decl_buffer(
-            list(value_type.shape), TIR_DTYPES[value_type.dtype], data=workspace.data, elem_offset=offset
-        )
+        return T.decl_buffer(list(value_type.shape), TIR_DTYPES[value_type.dtype], data=workspace.data, elem_offset=offset)
 
     def _reshaped(self, buffer: Any, value_type: Any) -> Any:
         shape = list(value_type.shape)

@@ -24,16 +24,23 @@ struct ParallelGroupEnv {
 };
 using ParallelLambda = int (*)(int task_id, ParallelGroupEnv* env, void* closure);
 
+// A loop is cut into more tasks than threads, and threads take the next one when they are done: a thread that shares
+// its core with another process then delays the loop by one task instead of by its whole half. Which thread runs a
+// task does not change results.
+constexpr int kTasksPerThread = 6;
+
 struct Job {
   ParallelLambda lambda;
   void* closure;
   ParallelGroupEnv env;
+  std::atomic<int> next{0};
   std::atomic<int> failures{0};
 
   Job(ParallelLambda lambda, void* closure, int tasks) : lambda(lambda), closure(closure), env{nullptr, tasks} {}
 
-  void RunShare(int worker, int workers) {
-    for (int task = worker; task < env.num_task; task += workers) {
+  void Run() {
+    for (int task = next.fetch_add(1, std::memory_order_relaxed); task < env.num_task;
+         task = next.fetch_add(1, std::memory_order_relaxed)) {
       if (lambda(task, &env, closure) != 0) failures.fetch_add(1, std::memory_order_relaxed);
     }
   }
@@ -45,15 +52,13 @@ thread_local bool inside_launch = false;
 // torch's own OpenMP runtime, found by name: a second pool would fight with torch's spinning threads for the cores.
 struct OpenMP {
   void (*parallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
-  int (*thread_num)();
-  int (*team_size)();
   int (*max_threads)();
 
   static const OpenMP& Get() {
     static const OpenMP instance = Find();
     return instance;
   }
-  bool found() const { return parallel && thread_num && team_size && max_threads; }
+  bool found() const { return parallel && max_threads; }
 
  private:
   template <typename Function>
@@ -61,9 +66,7 @@ struct OpenMP {
     return reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
   }
   static OpenMP Find() {
-    return {Symbol<decltype(parallel)>("GOMP_parallel"), Symbol<decltype(thread_num)>("omp_get_thread_num"),
-            Symbol<decltype(team_size)>("omp_get_num_threads"),
-            Symbol<decltype(max_threads)>("omp_get_max_threads")};
+    return {Symbol<decltype(parallel)>("GOMP_parallel"), Symbol<decltype(max_threads)>("omp_get_max_threads")};
   }
 };
 
@@ -80,7 +83,7 @@ inline void Pause() {
 class Pool {
  public:
   explicit Pool(int workers) : workers_(workers), owner_(getpid()) {
-    for (int worker = 1; worker < workers; ++worker) std::thread([this, worker] { Serve(worker); }).detach();
+    for (int worker = 1; worker < workers; ++worker) std::thread([this] { Serve(); }).detach();
   }
 
   int workers() const { return workers_; }
@@ -94,7 +97,7 @@ class Pool {
       epoch_.fetch_add(1, std::memory_order_release);
     }
     wake_.notify_all();
-    job->RunShare(0, workers_);
+    job->Run();
     for (int spin = 0; pending_.load(std::memory_order_acquire) != 0; ++spin) {
       if (spin < kSpins) {
         Pause();
@@ -107,7 +110,7 @@ class Pool {
  private:
   static constexpr int kSpins = 2000;
 
-  void Serve(int worker) {
+  void Serve() {
     inside_launch = true;
     uint64_t seen = 0;
     while (true) {
@@ -118,7 +121,7 @@ class Pool {
       }
       // The next job cannot be posted before this worker has reported, so epochs advance one at a time.
       ++seen;
-      job_->RunShare(worker, workers_);
+      job_->Run();
       pending_.fetch_sub(1, std::memory_order_release);
     }
   }
@@ -137,7 +140,7 @@ void RunOnOwnPool(Job* job, int threads) {
   static std::mutex busy;
   static Pool* pool = nullptr;
   std::unique_lock<std::mutex> lock(busy, std::try_to_lock);
-  if (!lock.owns_lock()) return job->RunShare(0, 1);
+  if (!lock.owns_lock()) return job->Run();
   if (pool == nullptr || pool->workers() != threads || !pool->survives_fork()) {
     pool = new Pool(threads);  // a replaced pool sleeps for ever: its detached threads cannot be joined safely
   }
@@ -152,13 +155,13 @@ int ThreadCount() {
 
 int Launch(ParallelLambda lambda, void* closure, int num_task) {
   const int threads = inside_launch ? 1 : ThreadCount();
-  Job job(lambda, closure, num_task > 0 ? num_task : threads);
+  Job job(lambda, closure, num_task > 0 ? num_task : threads * (threads > 1 ? kTasksPerThread : 1));
   if (threads == 1) {
-    job.RunShare(0, 1);
+    job.Run();
   } else if (OpenMP::Get().found()) {
     auto body = [](void* data) {
       inside_launch = true;
-      static_cast<Job*>(data)->RunShare(OpenMP::Get().thread_num(), OpenMP::Get().team_size());
+      static_cast<Job*>(data)->Run();
       inside_launch = false;
     };
     OpenMP::Get().parallel(body, &job, threads, 0);

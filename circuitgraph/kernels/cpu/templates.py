@@ -80,7 +80,10 @@ class Linear(Kernel):
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
-        return (*_inner_values(plan, group, group.prologue), _packing(plan, group, lambda lanes: _tile(plan, group, params, lanes)))
+        return (
+            *_inner_values(plan, group, group.prologue),
+            _packing(plan, group, lambda lanes: _tile(plan, group, params, lanes)),
+        )
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:

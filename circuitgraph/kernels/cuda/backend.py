@@ -52,7 +52,10 @@ class CudaBackend:
         source, library = folder / "kernels.cu", folder / "kernels.so"
         source.write_text(self.source(module))
         report = build.compile_cuda(source, library, self.arch)
-        lines = [f"{kernel} {registers} registers, {spilled} B spilled" for kernel, (registers, spilled) in build.resources(report).items()]
+        lines = [
+            f"{kernel} {registers} registers, {spilled} B spilled"
+            for kernel, (registers, spilled) in build.resources(report).items()
+        ]
         return Built(library, {"cu": source.read_text(), "resources.txt": "\n".join(sorted(lines)) + "\n"})
 
     def script(self, module: tvm.IRModule, plan: Plan) -> str:

@@ -153,7 +153,9 @@ class CudaEnvironment:
         value_type = self.plan.circuit.types.get(root)
         if "/" in key:
             index = self.plan.groups.index(self.group)  # type: ignore[arg-type]
-            value_type = next(item.type for item in self.plan.scratch[index] if f"{self.plan.groups[index].name}/{item.name}" == key)
+            value_type = next(
+                item.type for item in self.plan.scratch[index] if f"{self.plan.groups[index].name}/{item.name}" == key
+            )
         assert isinstance(value_type, TensorType)
         offset = self.plan.slots[key].offset // (DTYPE_BITS[value_type.dtype] // 8)
         workspace = self._buffers["workspace"]
@@ -164,7 +166,9 @@ class CudaEnvironment:
         buffer = self._buffers[key]
         dtype = dtype or str(buffer.dtype)
         shape = [self._axis(dim) if isinstance(dim, str) else dim for dim in shape]
-        same = len(shape) == len(buffer.shape) and all(a is b or int_equal(a, b) for a, b in zip(shape, buffer.shape, strict=True))
+        same = len(shape) == len(buffer.shape) and all(
+            a is b or int_equal(a, b) for a, b in zip(shape, buffer.shape, strict=True)
+        )
         if same and dtype == str(buffer.dtype):
             return buffer
         cached = (key, tuple(str(dim) for dim in shape), dtype)

@@ -143,7 +143,9 @@ def emit_top1_final(env: Any, partials: Partials, token: Any, logprob: Any) -> N
 
         def take(part):
             values = [register(dtype) for dtype in ("float32", "int32", "float32")]
-            for value, buffer, kind in zip(values, (partials.best, partials.index, partials.total), ("f32", "s32", "f32"), strict=True):
+            for value, buffer, kind in zip(
+                values, (partials.best, partials.index, partials.total), ("f32", "s32", "f32"), strict=True
+            ):
                 do(T.ptx[f"ld.global.{kind}"](value[0], buffer.ptr_to([part, at.block])))
             state.merge(*(value[0] for value in values))
 

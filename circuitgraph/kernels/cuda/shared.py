@@ -14,7 +14,6 @@ from .row_program import Evaluator, Place, emit_rows, for_each, refuse_rows, sin
 from .values import hold, load, store
 
 
-
 def refuse_prologue(plan: Plan, group: Group) -> str | None:
     return refuse_rows(plan, group.prologue, prologue_sinks(plan, group))
 
@@ -57,7 +56,7 @@ def refuse_attend(plan: Plan, group: Group, parts: int) -> str | None:
         return "one attention at a time"
     if not 1 <= parts <= 64:
         return f"parts lie in 1..64, got {parts}"
-    return refuse_rows(plan, group.epilogue, [name for name in sinks_of(plan, group, group.nodes)])
+    return refuse_rows(plan, group.epilogue, sinks_of(plan, group, group.nodes))
 
 
 def attend_facts(plan: Plan, group: Group) -> tuple[int, int, int, set[str]]:
