@@ -12,14 +12,12 @@ from typing import Any
 from .circuit.ir import Circuit
 from .circuit.text import format_circuit
 from .errors import ArtifactError, CircuitError, Fault, did_you_mean
-from .pipeline import Run, form_text, plan_piece
+from .pipeline import STAGES, Run, form_text, plan_piece
 from .plan.ir import Plan
 from .plan.schedule import load_schedule
 from .target import backend_of, parse_target
 
-TEXT_STAGES = (
-    "load", "resolve", "check", "slice", "specialize", "fuse", "schedule", "place", "plan", "lower", "source", "llvm", "asm", "pack",
-)  # fmt: skip
+TEXT_STAGES = (*(stage for stage in STAGES if stage != "build"), "plan", "source", "llvm", "asm")
 """What `stage_text` prints. `plan` is what `place` leaves, `source` and `llvm` are the LLVM IR, `pack` the manifest."""
 
 _GENERATED = {"source": "ll", "llvm": "ll", "asm": "s"}

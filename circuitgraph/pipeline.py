@@ -1,4 +1,6 @@
-"""The compiler on one page: load -> resolve -> check -> slice -> specialize -> fuse -> schedule -> place -> lower -> build -> pack.
+"""The compiler on one page.
+
+load -> resolve -> check -> slice -> specialize -> fuse -> schedule -> place -> lower -> build -> pack
 
 Every stage takes a valid form and leaves one; `Run` verifies, times and shows each to the observer. The same names
 are what `--stop-after` and `show --stage` take.

@@ -1,4 +1,7 @@
-"""Targets: what a plan is built for. `cpu` is this machine, `cpu:portable` and `cpu:<mcpu>` are others; `cuda:sm_90a` is a GPU."""
+"""Targets: what a plan is built for.
+
+`cpu` is this machine, `cpu:portable` and `cpu:<mcpu>` are others; `cuda:sm_90a` is a GPU.
+"""
 
 from __future__ import annotations
 

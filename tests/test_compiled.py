@@ -21,13 +21,14 @@ from tests.circuits import EVERYTHING, random_cache, random_inputs, random_weigh
 # 16 bits they differ by a few units in the last place of values of a few ones.
 TOLERANCE = {"f32": 1e-4, "bf16": 6e-2, "f16": 8e-3}
 
+PLAIN = {"act": "f32", "wt": "bf16", "kv": "f32"}
 CASES = {
-    "plain": ({}, {"act": "f32", "wt": "bf16", "kv": "f32"}, [("draft", 1), ("draft", 2), ("draft", 3), ("draft", 5), ("draft", 8), ("logits", 3)]),
-    "every switch": (EVERYTHING, {"act": "f32", "wt": "f32", "kv": "f32"}, [("draft", 3), ("logits", 1), ("context", 5)]),
-    "wide": ({"qk_norm": True}, {"act": "f32", "wt": "bf16", "kv": "bf16"}, [("draft", 17), ("context", 16)]),
-    "bf16": (EVERYTHING, {"act": "bf16", "wt": "bf16", "kv": "bf16"}, [("draft", 1), ("draft", 4), ("logits", 4)]),
-    "f16": ({"attention_gate": True}, {"act": "f16", "wt": "f16", "kv": "f16"}, [("draft", 2), ("logits", 2)]),
-}  # fmt: skip
+    "plain": ({}, PLAIN, [*(("draft", rows) for rows in (1, 2, 3, 5, 8)), ("logits", 3)]),
+    "every switch": (EVERYTHING, dict.fromkeys(PLAIN, "f32"), [("draft", 3), ("logits", 1), ("context", 5)]),
+    "wide": ({"qk_norm": True}, {**PLAIN, "kv": "bf16"}, [("draft", 17), ("context", 16)]),
+    "bf16": (EVERYTHING, dict.fromkeys(PLAIN, "bf16"), [("draft", 1), ("draft", 4), ("logits", 4)]),
+    "f16": ({"attention_gate": True}, dict.fromkeys(PLAIN, "f16"), [("draft", 2), ("logits", 2)]),
+}
 
 
 @dataclass(frozen=True)

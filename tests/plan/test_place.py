@@ -60,5 +60,5 @@ def test_verifier_refuses_an_overlap():
     circuit = specialize(slice_entry(chain([(0, 0), (1, 0), (1, 0), (3, 0)]), "run"), 4)
     plan = placed(circuit, 4)
     broken = {name: Slot(0, slot.bytes) for name, slot in plan.slots.items()}
-    with pytest.raises(CircuitError, match="while both are live|badly placed"):
+    with pytest.raises(CircuitError, match=r"while both are live|badly placed"):
         verify_placement(replace(plan, slots=broken))
