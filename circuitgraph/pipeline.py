@@ -175,12 +175,13 @@ def compile(
         from .artifact.pack import pack
 
         scripts = {plan.symbol: backend.script(module, plan) for plan in plans}
+        # The folders are only where `verify` and `generate` look when they are not told: the config's digest decides.
         options = {
             "target": target,
             "widths": sorted({1, *widths}),
             "context_rows": sorted(set(context_rows)),
-            "act": act,
-            "kv": kv,
+            "model": str(Path(model).resolve()),
+            "target_model": str(Path(target_model).resolve()) if target_model is not None else None,
         }
         artifact = run(
             "pack",

@@ -41,7 +41,7 @@ def generate(
     circuitgraph generate --model llm/ --artifact drafter.cg --prompt "Why is the sky blue?"
     """
     from ..artifact.store import read_artifact
-    from ..measure.weights import drafter_folder, target_tensors
+    from ..measure.weights import folder_of, target_tensors
     from ..runtime import load
     from .side_by_side import decode_pairs, summary
     from .target import load_target
@@ -52,7 +52,7 @@ def generate(
         report("loading the target", 0, len(prompts))
         target = load_target(model, dtype)
         runner = load(
-            artifact, model=drafter_folder(manifest, drafter), weights=target_tensors(manifest, target.model), threads=threads
+            artifact, model=folder_of(manifest, "model", drafter), weights=target_tensors(manifest, target.model), threads=threads
         )
         pairs = decode_pairs(
             target, runner, prompts, num_drafts=num_drafts, max_new_tokens=max_new_tokens, chat=chat, report=report

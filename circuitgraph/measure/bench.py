@@ -17,12 +17,11 @@ from ..artifact.manifest import Function, Manifest
 from ..artifact.store import read_artifact
 from ..circuit.narrow import slice_entry
 from ..plan.text import CONTEXT_FOR_COST
-from ..runtime.binding import bind_weights
 from ..runtime.compiled import CompiledRunner, open_library
 from .cases import Case, Span, make_case
 from .machine import CacheFlush, ReadProbe, describe_machine, last_level_cache
 from .peers import torch_peers
-from .weights import borrowed_weights, drafter_folder
+from .weights import bind_where_recorded
 
 Observer = Callable[[str, int, int], None]
 
@@ -109,9 +108,7 @@ def bench(
         if threads:
             torch.set_num_threads(threads)
         opened = read_artifact(artifact)
-        given = {**borrowed_weights(opened.manifest, target_model), **(weights or {})}
-        folder = None if target_model is None or given else target_model
-        bound = bind_weights(opened, weights=given, model=drafter_folder(opened.manifest, model), target_model=folder)
+        bound = bind_where_recorded(opened, model=model, target_model=target_model, weights=weights)
         runner = CompiledRunner(opened.manifest, open_library(opened, threads=threads), bound)
         functions = [
             function

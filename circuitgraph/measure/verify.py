@@ -14,12 +14,11 @@ from ..artifact.manifest import Function, Manifest
 from ..artifact.store import read_artifact
 from ..interpret import interpret
 from ..ops import TORCH_DTYPES
-from ..runtime.binding import bind_weights
 from ..runtime.compiled import open_library
 from .calls import call_function
 from .cases import Case, Span, make_case
 from .compare import Comparison, compare_caches, compare_outputs, compare_same_bits
-from .weights import borrowed_weights, drafter_folder
+from .weights import bind_where_recorded
 
 Observer = Callable[[str, int, int], None]
 
@@ -117,9 +116,7 @@ def verify(
     """
     opened = read_artifact(artifact)
     manifest = opened.manifest
-    given = {**borrowed_weights(manifest, target_model), **(weights or {})}
-    folder = None if target_model is None or given else target_model
-    bound = bind_weights(opened, weights=given, model=drafter_folder(manifest, model), target_model=folder, seed=seed)
+    bound = bind_where_recorded(opened, model=model, target_model=target_model, weights=weights, seed=seed)
     subject = _Subject(manifest, open_library(opened, threads=threads), bound, torch.Generator().manual_seed(seed))
     checks: list[Check] = []
     functions = sorted(manifest.functions.values(), key=lambda function: (function.entry, function.rows))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from ..artifact.manifest import Manifest
+from ..artifact.store import Artifact
 from ..errors import CheckpointError, Fault
 from ..ops import TORCH_DTYPES
+from ..runtime import bind_weights
 
 
 def gguf_file(folder: str | Path) -> Path | None:
@@ -69,9 +71,28 @@ def target_tensors(manifest: Manifest, target: torch.nn.Module) -> dict[str, tor
     return weights
 
 
-def drafter_folder(manifest: Manifest, given: str | Path | None) -> Path | None:
-    """The drafter's checkpoint: the given folder, or the one that was compiled from, where it still is."""
+def bind_where_recorded(
+    artifact: Artifact,
+    *,
+    model: str | Path | None,
+    target_model: str | Path | None,
+    weights: Mapping[str, torch.Tensor] | None,
+    seed: int = 0,
+) -> dict[str, torch.Tensor]:
+    """`runtime.bind_weights`, with folders that are not given taken from what the artifact was compiled with.
+
+    A GGUF target is dequantised. Raises as `bind_weights`.
+    """
+    target = folder_of(artifact.manifest, "target_model", target_model)
+    given = {**borrowed_weights(artifact.manifest, target), **(weights or {})}
+    drafter = folder_of(artifact.manifest, "model", model)
+    is_gguf = target is not None and gguf_file(target) is not None
+    return bind_weights(artifact, weights=given, model=drafter, target_model=None if is_gguf else target, seed=seed)
+
+
+def folder_of(manifest: Manifest, option: str, given: str | Path | None) -> Path | None:
+    """The given checkpoint, or the one that was compiled with (`option`: model, target_model), where it still is."""
     if given is not None:
         return Path(given)
-    recorded = manifest.options.get("model")
-    return Path(recorded) if isinstance(recorded, str) and Path(recorded).is_dir() else None
+    recorded = manifest.options.get(option)
+    return Path(recorded) if isinstance(recorded, str) and Path(recorded).exists() else None
