@@ -79,9 +79,9 @@ def print_pairs(pairs: Sequence[Pair], totals: dict[str, Any]) -> None:
     """One line per prompt and one for all."""
     out().print("greedy decoding, plain and speculative, by the same loop")
     shown = table()
-    shown.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=26)
+    shown.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=22)
     for name in ("tokens", "plain tok/s", "spec. tok/s", "speed up", "mean length", "accepted %", "same ids"):
-        shown.add_column(name, justify="right")
+        shown.add_column(name, justify="right", min_width=8 if name == "accepted %" else None)
     for pair in pairs:
         record = pair.to_json()
         speeds = record["tokens_per_second"]

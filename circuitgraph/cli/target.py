@@ -10,6 +10,7 @@ import torch
 
 from ..errors import CheckpointError, Fault
 from ..measure.weights import gguf_file, quiet
+from ..runtime.integrations.few_rows import use_few_rows_linear
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Target:
 def load_target(folder: str | Path, dtype: str) -> Target:
     """A causal language model from a folder (safetensors or GGUF) or from one GGUF file.
 
+    Its fp32 products of a few rows go the faster way (`few_rows`): plain and speculative decoding run the same model.
+
     Raises:
         CheckpointError: transformers is not installed, or does not load it.
     """
@@ -56,4 +59,5 @@ def load_target(folder: str | Path, dtype: str) -> Target:
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
         except (OSError, ValueError) as problem:
             raise CheckpointError(Fault(f"transformers cannot load it: {problem}", where=str(folder))) from problem
+    use_few_rows_linear(model)
     return Target(model.eval().requires_grad_(False), tokenizer)
