@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         ScheduleError,
     )
     from .inspect import explain, stage_text
-    from .interpret import interpret
+    from .interpreter import interpret
     from .language import load_program, parse_circuit, resolve, shipped_programs
     from .measure.bench import BenchReport, bench
     from .measure.verify import VerifyReport, verify
@@ -50,7 +50,7 @@ _HOMES = {
         "ScheduleError",
     ),
     "inspect": ("explain", "stage_text"),
-    "interpret": ("interpret",),
+    "interpreter": ("interpret",),
     "language": ("load_program", "parse_circuit", "resolve", "shipped_programs"),
     "pipeline": ("CompileResult", "compile"),
     "runtime": ("load",),
@@ -91,7 +91,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    value = getattr(import_module(f".{_HOME_OF[name]}", __name__), name)
-    # The functions `bench`, `interpret` and `verify` share their module's name: importing the module bound that one.
-    globals()[name] = value
-    return value
+    return getattr(import_module(f".{_HOME_OF[name]}", __name__), name)

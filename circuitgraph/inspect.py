@@ -17,10 +17,10 @@ from .plan.ir import Plan
 from .plan.schedule import load_schedule
 from .target import backend_of, parse_target
 
-TEXT_STAGES = (*(stage for stage in STAGES if stage != "build"), "plan", "source", "llvm", "asm")
-"""What `stage_text` prints. `plan` is what `place` leaves, `source` and `llvm` are the LLVM IR, `pack` the manifest."""
-
-_GENERATED = {"source": "ll", "llvm": "ll", "asm": "s"}
+# What building leaves, by the file endings that a target may have for it.
+_GENERATED = {"build": ("ll", "cu"), "source": ("ll", "cu"), "llvm": ("ll",), "asm": ("s",), "ptx": ("ptx",), "sass": ("sass",)}
+TEXT_STAGES = (*STAGES, "plan", *(stage for stage in _GENERATED if stage not in STAGES))
+"""What `stage_text` prints. `plan` is what `place` leaves, `build` and `source` the generated code, `pack` the manifest."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,10 @@ def stage_text(
         return backend.script(module, form)
     with tempfile.TemporaryDirectory() as folder:
         texts = backend.build(module, Path(folder)).texts
-    return texts[_GENERATED[stage]]
+    for ending in _GENERATED[stage]:
+        if ending in texts:
+            return texts[ending]
+    raise _no_such_text(stage, target)
 
 
 def explain(
@@ -179,8 +182,14 @@ def _artifact_text(path: Path, entry: str, width: int, stage: str) -> str:
 
         sliced = slice_entry(artifact.manifest.circuit, entry)
         return format_circuit(sliced if stage == "slice" else specialize(sliced, width))
-    if stage in _GENERATED:
-        name = f"src/kernels.{_GENERATED[stage]}"
-    else:
-        name = f"src/{symbol}.tir" if stage == "lower" else f"plans/{symbol}.txt"
-    return (artifact.folder / name).read_text(encoding="utf-8")
+    names = [f"src/kernels.{ending}" for ending in _GENERATED.get(stage, ())]
+    if stage not in _GENERATED:
+        names = [f"src/{symbol}.tir" if stage == "lower" else f"plans/{symbol}.txt"]
+    for name in names:
+        if name in artifact.manifest.files:
+            return (artifact.folder / name).read_text(encoding="utf-8")
+    raise _no_such_text(stage, artifact.manifest.target.kind)
+
+
+def _no_such_text(stage: str, target: str) -> CircuitError:
+    return CircuitError(Fault(f"target '{target}' leaves no {stage}", hint="`build` and `source` print what there is."))

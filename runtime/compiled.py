@@ -25,6 +25,8 @@ from .runner import Caches, DraftChain, DraftRunner, DraftStep
 log = logging.getLogger("circuitgraph.runtime")
 
 FALLBACKS = ("cover", "single")
+CHAIN_FUNCTIONS = ("circuitgraph_chain_begin", "circuitgraph_chain_end")
+"""What libraries for devices have beside the manifest's functions: the two ends of a chain."""
 _DTYPES = {**TORCH_DTYPES, "u8": torch.uint8, "i8": torch.int8}
 _IDLE = {"slot": -1, "seq": 0, "length": 0}
 """How an idle row is addressed: it writes nowhere, and sees nothing of sequence 0."""
@@ -346,6 +348,7 @@ def open_library(artifact: Artifact, *, threads: int | None = None) -> dict[str,
         if not module.implements_function(function.symbol):
             raise ArtifactError(Fault(f"has no function '{function.symbol}'", where=str(path), hint="Compile again."))
         functions[function.symbol] = module.get_function(function.symbol)
+    functions.update({name: module.get_function(name) for name in CHAIN_FUNCTIONS if module.implements_function(name)})
     _set_threads(module, threads, path)
     return functions
 

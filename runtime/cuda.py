@@ -19,7 +19,7 @@ from circuitgraph.artifact import Manifest
 from circuitgraph.errors import ArtifactError, Fault, RuntimeUseError
 from circuitgraph.ops import TORCH_DTYPES
 
-from .compiled import CompiledRunner, _Program
+from .compiled import CHAIN_FUNCTIONS, CompiledRunner, _Program
 from .runner import Caches, DraftChain, DraftStep, _kind
 
 MOST_GRAPHS = 64
@@ -68,6 +68,7 @@ class CudaRunner(CompiledRunner):
             device = torch.device("cuda", torch.cuda.current_device())
         check_device(manifest, device, manifest.program)
         self._graphs: OrderedDict[tuple, _Chain] = OrderedDict()
+        self.chain_functions = tuple(functions[name] for name in CHAIN_FUNCTIONS)
         super().__init__(manifest, functions, weights, device=device, fallback=fallback)
 
     def _bind(self) -> None:
@@ -180,15 +181,25 @@ class _Chain:
         self.host, self.pinned = _packed(shapes, torch.device("cpu"))
         self.copied = torch.cuda.Event()
         self.hidden = torch.zeros(n, runner.hidden_size, dtype=TORCH_DTYPES[runner.circuit.act], device=device)
-        self.steps_past = torch.arange(steps, dtype=torch.int32, device=device)[:, None]
-        self.positions, self.live = (torch.zeros(steps, n, dtype=torch.int32, device=device) for _ in range(2))
+        self.positions = torch.zeros(steps, n, dtype=torch.int32, device=device)
         self.lengths = {name: torch.zeros(steps, n, dtype=torch.int32, device=device) for name in sizes}
         self.drafts = torch.zeros(steps, n, dtype=torch.int32, device=device)
         self.logprobs = torch.zeros(steps, n, device=device)
         self.hiddens = [torch.zeros_like(self.hidden) for _ in range(steps)]
-        self.results = (torch.zeros(n, steps, dtype=torch.int32, device=device), torch.zeros(n, steps, device=device))
+        # Drafts and, as the same 32 bits, log-probabilities: one copy takes both to the caller.
+        self.result = torch.zeros(2, n, steps, dtype=torch.int32, device=device)
+        self.views: dict[tuple[bool, str, torch.Size], torch.Tensor] = {}
         self.storage = {f"{name}.{part}": getattr(cache, part) for name, cache in kv.items() for part in ("k", "v")}
         self.calls = [self._arguments(step) for step in range(steps)]
+        self.ends = {
+            name: _converted(
+                self.ints["position"], self.ints[f"{name}.length"], self.ints["slots"], self.positions, lengths, stops
+            )
+            for name, lengths in self.lengths.items()
+        }
+        self.ends["end"] = _converted(
+            self.drafts, self.logprobs, self.ints["slots"], self.result[0], self.result[1].view(torch.float32), stops
+        )
         self.graph: torch.cuda.CUDAGraph | None = None
         self.used = False
 
@@ -223,8 +234,8 @@ class _Chain:
         else:
             self.used = True
             self._launch()
-        drafts, logprobs = (tensor[:count].clone() for tensor in self.results)
-        return DraftChain(drafts, logprobs, self.hiddens[-1][:count].clone())
+        made = self.result[:, :count].clone()
+        return DraftChain(made[0], made[1].view(torch.float32), self.hiddens[-1][:count].clone())
 
     def _stage(self, first: int, count: int, token, hidden, position, kv: Caches, slots) -> None:
         last = first + count
@@ -250,26 +261,25 @@ class _Chain:
         self.hidden[:count].copy_(hidden[first:last])
 
     def _part(self, tensors: dict[str, torch.Tensor], name: str, source: torch.Tensor) -> torch.Tensor:
-        return tensors[name][tuple(slice(size) for size in source.shape)]
+        """The corner of a staging tensor that `source` fills. Cutting views costs as much as copying into them."""
+        key = (tensors is self.host, name, source.shape)
+        view = self.views.get(key)
+        if view is None:
+            view = self.views[key] = tensors[name][tuple(slice(size) for size in source.shape)]
+        return view
 
     def _launch(self) -> None:
-        torch.add(self.ints["position"], self.steps_past, out=self.positions)
-        for name, lengths in self.lengths.items():
-            torch.add(self.ints[f"{name}.length"], self.steps_past, out=lengths)
-        if self.stops:
-            self.live.copy_(self.ints["slots"] >= 0)
-            for tensor in (self.positions, *self.lengths.values()):
-                tensor.mul_(self.live)
+        begin, end = self.runner.chain_functions
         with self.runner._stream():
+            for name in self.lengths:
+                begin(*self.ends[name])
             for arguments in self.calls:
                 self.program.call(*arguments)
-        drafts, logprobs = self.results
-        drafts.copy_(self.drafts.t())
-        logprobs.copy_(self.logprobs.t())
-        if self.stops:
-            stopped = self.live.t() == 0
-            drafts.masked_fill_(stopped, -1)
-            logprobs.masked_fill_(stopped, float("nan"))
+            end(*self.ends["end"])
+
+
+def _converted(*arguments: torch.Tensor | bool) -> list[Any]:
+    return [tvm_ffi.from_dlpack(item) if isinstance(item, torch.Tensor) else int(item) for item in arguments]
 
 
 def _bucket(size: int) -> int:

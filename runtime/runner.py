@@ -17,7 +17,7 @@ import torch
 
 from circuitgraph.circuit.ir import Circuit, State
 from circuitgraph.errors import Fault, RuntimeUseError
-from circuitgraph.interpret import interpret
+from circuitgraph.interpreter import interpret
 from circuitgraph.ops import TORCH_DTYPES, PagedKV
 
 Caches = Mapping[str, PagedKV]

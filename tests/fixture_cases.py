@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from circuitgraph.circuit.ir import Circuit, State
-from circuitgraph.interpret import interpret
+from circuitgraph.interpreter import interpret
 from circuitgraph.ops import PagedKV
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from circuitgraph.circuit.ir import Circuit
-from circuitgraph.interpret import interpret
+from circuitgraph.interpreter import interpret
 from circuitgraph.lower import argument_values
 from circuitgraph.ops import TORCH_DTYPES, PagedKV
 from circuitgraph.pipeline import Run, plan_piece

@@ -7,7 +7,7 @@ import torch
 
 from circuitgraph.circuit.types import StateType, TensorType
 from circuitgraph.errors import RuntimeUseError
-from circuitgraph.interpret import interpret
+from circuitgraph.interpreter import interpret
 from circuitgraph.ops import DTYPE_NAMES, TABLE, TORCH_DTYPES, OpContext, PagedKV, TypeRuleError
 from circuitgraph.ops.base import Op, Sample, random_tensors, register
 from tests.circuits import EVERYTHING, random_cache, random_weights, small_mtp

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import CircuitError, Fault, did_you_mean
-from ..interpret import needed_values
+from ..interpreter import needed_values
 from ..ops import TABLE, OpContext, TypeRuleError
 from .ir import Circuit, Node
 from .types import StateType

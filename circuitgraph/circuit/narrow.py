@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..errors import CircuitError, Fault, did_you_mean
-from ..interpret import needed_values
+from ..interpreter import needed_values
 from .ir import Circuit, Input, Node, Value
 from .types import StateType, TensorType
 

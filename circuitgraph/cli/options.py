@@ -13,7 +13,7 @@ PipelineStage = Literal[
 ]  # fmt: skip
 TextStage = Literal[
     "load", "resolve", "check", "slice", "specialize", "fuse", "schedule", "place", "plan",
-    "lower", "source", "llvm", "asm", "pack",
+    "lower", "build", "source", "llvm", "asm", "ptx", "sass", "pack",
 ]  # fmt: skip
 FloatType = Literal["f32", "bf16", "f16"]
 

@@ -12,7 +12,7 @@ import torch
 
 from ..artifact.manifest import Function, Manifest
 from ..artifact.store import read_artifact
-from ..interpret import interpret
+from ..interpreter import interpret
 from ..ops import TORCH_DTYPES
 from ..runtime.compiled import open_library
 from .calls import call_function

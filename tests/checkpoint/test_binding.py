@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from circuitgraph.checkpoint import bind, default_config, load_circuit, shipped_families
 from circuitgraph.circuit.text import format_circuit
 from circuitgraph.errors import CheckpointError, CircuitgraphError, ProgramError, RuntimeUseError
-from circuitgraph.interpret import interpret
+from circuitgraph.interpreter import interpret
 from tests.circuits import random_cache
 from tests.fixture_cases import FIXTURES
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tvm.tirx.script import builder as T
 
-from circuitgraph.kernels.cpu import attention
+from circuitgraph.kernels.cpu import attention, sizes
 from tests.kernels.cpu_harness import assert_close, compile_cases, declare, poisoned, random
 
 # n, heads, kv heads, dim, cache dtype, activation dtype, splits
@@ -34,7 +34,7 @@ def attend(n, heads, kv_heads, dim, cache_dtype, dtype, splits):
         table, sequence = declare("table", (sequences, width), "int32"), declare("sequence", (n,), "int32")
         start, length = declare("start", (sequences,), "int32"), declare("length", (n,), "int32")
         out = declare("out", (n, heads, dim), dtype)
-        floats = attention.attention_scratch_floats(n, heads, dim, splits)
+        floats = sizes.attention_scratch_floats(n, heads, dim, splits)
         scratch = declare("scratch", (max(1, floats),), "float32")
         attention.emit_attention(
             q, k_cache, v_cache, table, sequence, start, length, out,
@@ -118,7 +118,7 @@ def test_attention(library, case, block_size):
         k_cache[at] = random((len(rows), kv_heads, dim), cache_dtype, seed=i)
         v_cache[at] = random((len(rows), kv_heads, dim), cache_dtype, seed=i + 100)
     q, out = random((n, heads, dim), dtype, seed=7), poisoned((n, heads, dim), dtype)
-    scratch = poisoned((max(1, attention.attention_scratch_floats(n, heads, dim, splits)),))
+    scratch = poisoned((max(1, sizes.attention_scratch_floats(n, heads, dim, splits)),))
     library[name("attend", *case)](q, k_cache, v_cache, table, sequence, start, length, out, scratch)
     assert_close(out, reference(q, k_cache, v_cache, table, sequence, start, length), dtype)
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from circuitgraph.kernels.cpu import linear, top1
+from circuitgraph.kernels.cpu import linear, sizes, top1
 from circuitgraph.kernels.cpu import vector as v
 from tests.kernels.cpu_harness import assert_close, compile_cases, declare, poisoned, random
 
@@ -55,7 +55,7 @@ def gated(n, dtype):
 
 def head(n, vocabulary, dtype, masked=False):
     def emit(lanes):
-        tasks = top1.top1_tasks(vocabulary, 64)
+        tasks = sizes.top1_tasks(vocabulary, 64)
         x, w = declare("x", (n, 24), "float32"), declare("w", (vocabulary, 24), dtype)
         token, logprob = declare("token", (n,), "int32"), declare("logprob", (n,), "float32")
         scratch = top1.Top1Scratch(
@@ -78,7 +78,7 @@ def library(tmp_path_factory):
     cases = {name("plain", *case): plain(*case) for case in PLAIN}
     for case in TILES:
         n, columns, rows, chains = case
-        tile = linear.Tile(columns, rows, chains=chains)
+        tile = sizes.Tile(columns, rows, chains=chains)
         cases[name("tile", *case)] = plain(n, 37, 77, "float32", "bfloat16", tile)
     cases |= {name("gated", n, dtype): gated(n, dtype) for n in (1, 5) for dtype in DTYPES}
     cases |= {name("head", *case): head(*case) for case in TOP1}
@@ -122,7 +122,7 @@ def test_epilogues_and_several_projections(library, n, dtype):
 
 
 def run_head(library, case_name, x, w, *extra):
-    n, tasks = x.shape[0], top1.top1_tasks(w.shape[0], 64)
+    n, tasks = x.shape[0], sizes.top1_tasks(w.shape[0], 64)
     token, logprob = poisoned((n,), "int32"), poisoned((n,))
     scratch = poisoned((tasks, n)), poisoned((tasks, n), "int32"), poisoned((tasks, n))
     library[case_name](x, w, token, logprob, *scratch, *extra)

@@ -11,7 +11,7 @@ import torch
 
 from circuitgraph.artifact import Arg, Function, Manifest, Model, Target, WeightSpec
 from circuitgraph.circuit.ir import Circuit
-from circuitgraph.interpret import interpret
+from circuitgraph.interpreter import interpret
 from circuitgraph.ops import DTYPE_NAMES, PagedKV
 from circuitgraph.runtime import BlockPool, DraftRunner, MtpProposer, ProposerState, ReferenceRunner
 from tests.circuits import random_weights, small_mtp

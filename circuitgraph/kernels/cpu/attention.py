@@ -10,16 +10,6 @@ from . import vector as v
 HEADS_TOGETHER = 4
 
 
-def attention_splits(n, kv_heads, target_tasks=16, most=8):
-    """Into how many pieces a row's context is cut, so that few rows still occupy all threads."""
-    return max(1, min(most, -(-target_tasks // (n * kv_heads))))
-
-
-def attention_scratch_floats(n, heads, dim, splits):
-    """float32 elements of workspace `emit_attention` needs; none for one split."""
-    return 0 if splits == 1 else n * heads * splits * (dim + 2)
-
-
 def emit_attention(
     q,
     k_cache,

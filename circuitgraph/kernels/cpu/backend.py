@@ -17,7 +17,7 @@ from ...lower import argument_values
 from ...plan.ir import Group, Plan
 from ...target import Built, Target
 from ..base import KERNELS, make_params
-from . import build, templates
+from . import build
 
 TIR_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32", "i64": "int64", "u8": "uint8"}
 
@@ -171,4 +171,4 @@ class CpuEnvironment:
             root = self.plan.storage(value)
             if self._output_of.get(root) != public:
                 source, target = self._buffers[root], self._buffers[f"output {public}"]
-                templates.emit_copy(self._reshaped(source, self.plan.circuit.types[value]), target, self.lanes)
+                emit_copy(self._reshaped(source, self.plan.circuit.types[value]), target, lanes=self.lanes)

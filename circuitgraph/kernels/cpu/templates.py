@@ -1,4 +1,7 @@
-"""The CPU kernel templates that schedules/cpu.yaml chooses from: groups of nodes to the emitters beside this file."""
+"""The CPU kernel templates that schedules/cpu.yaml chooses from: what each accepts, its tunables and its scratch.
+
+How they emit is in `emission`, which is imported when something is emitted: plans can be made without TVM.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import networkx
-from tvm.tirx.script import builder as T
 
 from ...circuit.ir import Node
 from ...circuit.types import StateType, TensorType
 from ...plan.ir import VIEWS, Group, Plan, Scratch
 from ..base import Kernel, kernel
-from . import rows as row_ops
-from . import vector as v
-from .attention import attention_scratch_floats, attention_splits, emit_attention, emit_kv_append
-from .linear import Projection, Tile, default_tile, emit_linear, linear_scratch_floats
-from .rows import emit_copy
-from .top1 import Top1Scratch, emit_linear_top1, top1_tasks
+from .sizes import Tile, attention_scratch_floats, attention_splits, default_tile, linear_scratch_floats, top1_tasks
 
-__all__ = ["Attend", "Linear", "LinearTop1", "Rows", "emit_copy"]
+ROW_OPS = ("add", "append", "cat", "embed", "mul", "part", "rms_norm", "rope", "shift", "sigmoid", "silu", "zero_at")
+"""Ops with a row-wise emitter (`emission.ROW_EMITTERS`)."""
+VECTOR_OPS = ("add", "mul", "sigmoid", "silu")
+"""Ops that an epilogue can do on vectors (`emission.VECTOR_FORMS`)."""
 
 
 @kernel
@@ -35,7 +35,7 @@ class Rows(Kernel):
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
-        foreign = sorted({node.op for node in group.nodes} - set(_ROW_EMITTERS) - set(VIEWS))
+        foreign = sorted({node.op for node in group.nodes} - set(ROW_OPS) - set(VIEWS))
         return f"no row-wise emitter for {', '.join(foreign)}" if foreign else None
 
     @staticmethod
@@ -44,7 +44,9 @@ class Rows(Kernel):
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
-        _emit_rows(env, group.nodes)
+        from . import emission
+
+        emission.emit_rows(env, group.nodes)
 
 
 @kernel
@@ -66,13 +68,13 @@ class Linear(Kernel):
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
-        foreign = sorted({node.op for node in group.epilogue} - {"silu", "sigmoid", "mul", "add", *VIEWS})
+        foreign = sorted({node.op for node in group.epilogue} - set(VECTOR_OPS) - set(VIEWS))
         if foreign:
             return f"no vector form of {', '.join(foreign)} in the epilogue"
-        foreign = sorted({node.op for node in group.prologue} - set(_ROW_EMITTERS) - set(VIEWS))
+        foreign = sorted({node.op for node in group.prologue} - set(ROW_OPS) - set(VIEWS))
         if foreign:
             return f"no row-wise emitter for {', '.join(foreign)} in the prologue"
-        for anchors, _ in _meeting(group):
+        for anchors, _ in meeting(group):
             shapes = {plan.circuit.types[anchor.inputs[1]].shape for anchor in anchors}  # type: ignore[union-attr]
             if len(shapes) > 1:
                 return f"weights that meet in one epilogue have different shapes {sorted(shapes)}"
@@ -87,27 +89,9 @@ class Linear(Kernel):
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
-        _emit_rows(env, group.prologue)
-        crossing = set(env.plan.crossing(group))
-        projections = []
-        for anchors, epilogue in _meeting(group):
-            # Looked up here: a buffer declared inside the loop nest would be declared in every task.
-            outside = {name: env.flat(name) for node in epilogue for name in node.inputs if name not in group.made}
-            biases = [v.bits_of(env.buffer(anchor.inputs[2])) if len(anchor.inputs) == 3 else None for anchor in anchors]
-            made = [value.name for node in (*anchors, *epilogue) for value in node.outputs]
-            stores = {name: v.bits_of(env.flat(name)) for name in made if name in crossing}
-            loads = {name: v.bits_of(buffer) for name, buffer in outside.items()}
-            weights = tuple(env.buffer(anchor.inputs[1]) for anchor in anchors)
-            projections.append(Projection(weights, _epilogue(anchors, epilogue, biases, loads, stores)))
-        emit_linear(
-            env.flat(group.anchors[0].inputs[0]),
-            projections,
-            n=env.plan.rows,
-            lanes=env.lanes,
-            block=params.block,
-            tile=_tile(env.plan, group, params, env.lanes),
-            scratch=env.buffer("packed"),
-        )
+        from . import emission
+
+        emission.emit_projections(env, group, meeting(group), params.block, _tile(env.plan, group, params, env.lanes))
 
 
 @kernel
@@ -142,25 +126,9 @@ class LinearTop1(Kernel):
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
-        _emit_rows(env, group.prologue)
-        (linear,), (top1,) = group.anchors, group.epilogue
-        token, logprob = (env.buffer(value.name) for value in top1.outputs)
-        bias = env.buffer(linear.inputs[2]) if len(linear.inputs) == 3 else None
-        scratch = Top1Scratch(*(env.buffer(name) for name in ("best", "index", "total")))
-        emit_linear_top1(
-            env.buffer(linear.inputs[0]),
-            env.buffer(linear.inputs[1]),
-            token,
-            logprob,
-            scratch,
-            n=env.plan.rows,
-            lanes=env.lanes,
-            bias=bias,
-            task_columns=params.task_columns,
-            block=params.block,
-            tile=_head_tile(env.plan, group, env.lanes),
-            packed=env.buffer("packed"),
-        )
+        from . import emission
+
+        emission.emit_head(env, group, params.task_columns, params.block, _head_tile(env.plan, group, env.lanes))
 
 
 @kernel
@@ -189,24 +157,9 @@ class Attend(Kernel):
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
-        (node,) = group.anchors
-        state = _state(env.plan, node)
-        layer = int(node.attr["layer"])
-        splits = _splits(env.plan, group, params)
-        emit_attention(
-            env.buffer(node.inputs[0]),
-            env.layer_cache(f"{state}.k", layer),
-            env.layer_cache(f"{state}.v", layer),
-            *(env.buffer(f"{state}.{part}") for part in ("table", "seq", "start", "length")),
-            env.buffer(node.name),
-            n=env.plan.rows,
-            lanes=env.lanes,
-            scale=node.attr["scale"],
-            splits=splits,
-            scratch=env.buffer("pieces") if splits > 1 else None,
-            split_rows=params.split_rows,
-        )
-        _emit_rows(env, group.epilogue)
+        from . import emission
+
+        emission.emit_attend(env, group, _splits(env.plan, group, params), params.split_rows)
 
 
 def _inner_values(plan: Plan, group: Group, nodes: tuple[Node, ...]) -> tuple[Scratch, ...]:
@@ -220,7 +173,7 @@ def _inner_values(plan: Plan, group: Group, nodes: tuple[Node, ...]) -> tuple[Sc
     return tuple(inner)
 
 
-def _meeting(group: Group) -> list[tuple[tuple[Node, ...], tuple[Node, ...]]]:
+def meeting(group: Group) -> list[tuple[tuple[Node, ...], tuple[Node, ...]]]:
     """Anchors whose outputs meet in one epilogue, with that epilogue, in program order."""
     graph = networkx.Graph()
     graph.add_nodes_from(node.name for node in (*group.anchors, *group.epilogue))
@@ -234,41 +187,9 @@ def _meeting(group: Group) -> list[tuple[tuple[Node, ...], tuple[Node, ...]]]:
     return sorted(parts, key=lambda part: group.nodes.index(part[0][0]))
 
 
-def _epilogue(anchors, epilogue, biases, loads, stores):
-    """The callback of `Projection`: evaluates the epilogue nodes on fp32 vectors and stores what crosses groups."""
-
-    def emit(row, column, width, sums):
-        values = {}
-
-        def keep(name, value):
-            values[name] = T.bind(value)
-            if name in stores:
-                v.store(stores[name], [row, column], values[name], width)
-
-        for anchor, bias, total in zip(anchors, biases, sums, strict=True):
-            keep(anchor.name, total if bias is None else total + v.load(bias, [column], width))
-        for node in epilogue:
-            operands = [
-                values[name] if name in values else T.bind(v.load(loads[name], [row, column], width)) for name in node.inputs
-            ]
-            keep(node.name, _VECTOR_FORMS[node.op](width, *operands))
-
-    return emit
-
-
-_VECTOR_FORMS = {
-    "add": lambda width, a, b: a + b,
-    "mul": lambda width, a, b: a * b,
-    "silu": lambda width, x: v.silu(x, width),
-    "sigmoid": lambda width, x: v.sigmoid(x, width),
-    "heads": lambda width, x: x,
-    "merge": lambda width, x: x,
-}
-
-
 def _tile(plan: Plan, group: Group, params: Any, lanes: int) -> Tile:
     """The measured default, with what the schedule sets in its place."""
-    weights = max(len(anchors) for anchors, _ in _meeting(group))
+    weights = max(len(anchors) for anchors, _ in meeting(group))
     measured = default_tile(plan.rows, weights, lanes, _columns(plan, group))
     return Tile(
         columns=params.tile_columns or measured.columns,
@@ -304,63 +225,10 @@ def _head_shape(plan: Plan, group: Group) -> tuple[int, int]:
 
 
 def _splits(plan: Plan, group: Group, params: Any) -> int:
-    name = _state(plan, group.anchors[0])
+    name = state_of(plan, group.anchors[0])
     kv_heads = next(state.heads for state in plan.circuit.states if state.name == name)
     return params.splits or attention_splits(plan.rows, kv_heads)
 
 
-def _state(plan: Plan, node: Node) -> str:
+def state_of(plan: Plan, node: Node) -> str:
     return next(t.state for t in (plan.circuit.types[name] for name in node.inputs) if isinstance(t, StateType))
-
-
-def _emit_rows(env, nodes: tuple[Node, ...]) -> None:
-    for node in nodes:
-        if node.op not in VIEWS:
-            _ROW_EMITTERS[node.op](env, node, env.lanes)
-
-
-def _append(env, node: Node, lanes: int) -> None:
-    state, layer = _state(env.plan, node), int(node.attr["layer"])
-    k_cache, v_cache = (env.layer_cache(f"{state}.{part}", layer) for part in ("k", "v"))
-    k, value = (env.buffer(name) for name in node.inputs[1:])
-    emit_kv_append(k, value, k_cache, v_cache, env.buffer(f"{state}.slot"), n=env.plan.rows, lanes=lanes)
-
-
-def _mapped(emitter):
-    """Emitters with the plain signature (inputs..., out)."""
-    return lambda env, node, lanes: emitter(*(env.buffer(name) for name in (*node.inputs, node.name)), lanes=lanes)
-
-
-_ROW_EMITTERS = {
-    "embed": _mapped(row_ops.emit_embedding),
-    "add": _mapped(row_ops.emit_add),
-    "mul": _mapped(row_ops.emit_mul),
-    "silu": _mapped(row_ops.emit_silu),
-    "sigmoid": _mapped(row_ops.emit_sigmoid),
-    "append": _append,
-    "shift": lambda env, node, lanes: row_ops.emit_shift(env.buffer(node.inputs[0]), node.attr["by"], env.buffer(node.name)),
-    "zero_at": lambda env, node, lanes: row_ops.emit_zero_rows(
-        *(env.buffer(name) for name in node.inputs), node.attr["value"], env.buffer(node.name), lanes=lanes
-    ),
-    "rms_norm": lambda env, node, lanes: row_ops.emit_rms_norm(
-        *(env.buffer(name) for name in (*node.inputs, node.name)),
-        eps=node.attr["eps"],
-        lanes=lanes,
-        plus_one=node.attr["flavour"] == "zero_centred",
-    ),
-    "cat": lambda env, node, lanes: row_ops.emit_concat(
-        [env.buffer(name) for name in node.inputs], env.buffer(node.name), lanes=lanes
-    ),
-    "part": lambda env, node, lanes: row_ops.emit_slice(
-        env.buffer(node.inputs[0]), env.buffer(node.name), node.attr["start"], lanes=lanes
-    ),
-    "rope": lambda env, node, lanes: row_ops.emit_rope(
-        env.buffer(node.inputs[0]),
-        env.buffer(node.inputs[2]),
-        env.buffer(node.inputs[3]),
-        env.buffer(node.inputs[1]),
-        env.buffer(node.name),
-        lanes=lanes,
-        interleaved=node.attr["style"] == "interleaved",
-    ),
-}

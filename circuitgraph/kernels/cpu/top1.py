@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from . import vector as v
-from .linear import Activations, DotBlock, default_tile
+from .linear import Activations, DotBlock
+from .sizes import default_tile, top1_tasks
 
 _NO_TOKEN = 0x7FFFFFFF
 
@@ -17,11 +18,6 @@ class Top1Scratch:
     best: object  # float32 [tasks, n]
     index: object  # int32 [tasks, n]
     total: object  # float32 [tasks, n]: sum of exp(logit - best)
-
-
-def top1_tasks(vocabulary, task_columns=512):
-    """How many tasks, and so scratch rows, `emit_linear_top1` uses."""
-    return -(-vocabulary // task_columns)
 
 
 def emit_linear_top1(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from ...plan.ir import Plan
 from ...target import Built, Target
 from ..base import KERNELS, make_params
 from . import build, templates
+from .chain import CHAIN_FUNCTIONS
 from .environment import CudaEnvironment
 
 
@@ -28,13 +31,22 @@ class CudaBackend:
         with IRBuilder() as builder, I.ir_module():
             for plan in plans:
                 self._emit_function(plan)
+            for name, emit in CHAIN_FUNCTIONS.items():
+                with self._function(name):
+                    emit(self.arch.overlap)
         return builder.get()
 
-    def _emit_function(self, plan: Plan) -> None:
+    @contextmanager
+    def _function(self, name: str) -> Iterator[None]:
+        """A host function, which launches every kernel that is emitted inside."""
+        flags = ["tirx.use_programtic_dependent_launch"] if self.arch.overlap else []  # TVM's spelling
         with T.prim_func():
-            T.func_name(plan.symbol)
-            flags = ["tirx.use_programtic_dependent_launch"] if self.arch.overlap else []  # TVM's spelling
+            T.func_name(name)
             T.func_attr({"tirx.kernel_launch_params": ["blockIdx.x", "threadIdx.x", *flags, "tirx.use_dyn_shared_memory"]})
+            yield
+
+    def _emit_function(self, plan: Plan) -> None:
+        with self._function(plan.symbol):
             env = CudaEnvironment(plan, overlap=self.arch.overlap, processors=self.arch.processors)
             for index, group in enumerate(plan.groups):
                 choice = plan.choices[index]

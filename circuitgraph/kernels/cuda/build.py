@@ -37,6 +37,8 @@ ARCHITECTURES = {
     )
 }
 DEFAULT = "sm_90a"
+PACKAGED = "nvidia/cu*/bin/nvcc"
+"""Where the Python packages of the CUDA compiler put it, beside other packages."""
 
 
 def architecture(name: str) -> Architecture:
@@ -80,7 +82,7 @@ def find_nvcc() -> str:
     home = os.environ.get("CUDA_HOME")
     candidates = [shutil.which(str(Path(home, "bin", "nvcc")))] if home else []
     candidates.append(shutil.which("nvcc"))
-    candidates += [str(path) for path in sorted(Path(tvm.__file__).parents[1].glob("nvidia/cu*/bin/nvcc"))]
+    candidates += [str(path) for path in sorted(Path(tvm.__file__).parents[1].glob(PACKAGED))]
     found = next((candidate for candidate in candidates if candidate), None)
     if found is None:
         hint = "Install the CUDA toolkit (12.8 or newer) or set CUDA_HOME to it."
@@ -96,7 +98,7 @@ def compile_cuda(source: Path, library: Path, arch: Architecture) -> str:
     """
     code = arch.name.removeprefix("sm_")
     command = [find_nvcc(), "-shared", "-O3", "-std=c++17", f"-gencode=arch=compute_{code},code=sm_{code}"]
-    command += ["-Xcompiler", "-fPIC", "-cudart", "static", "-Xptxas", "-v", "-split-compile", "2"]
+    command += ["-Xcompiler", "-fPIC,-O1", "-cudart", "static", "-Xptxas", "-v", "-split-compile", "2"]
     command += [f"-I{path}" for path in (libinfo.find_include_path(), libinfo.find_dlpack_include_path())]
     command += [str(source), "-o", str(library)]
     try:

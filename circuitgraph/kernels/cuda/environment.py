@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,23 @@ class Thread:
     lane: Any
 
 
+@contextmanager
+def launch(blocks: int, warps: int, overlap: bool, *, early: bool = False) -> Iterator[Thread]:
+    """One launch; what is emitted inside is its body.
+
+    With `overlap` the next kernel may start at once, and this one waits for the memory of those before it: here, or, when
+    `early`, where the body waits. Every thread must pass the wait, also one with nothing to do: whoever waits for this
+    kernel must be able to rely on all before it.
+    """
+    with T.attr({"tirx.device_entry": True}):
+        thread = Thread(T.cta_id([blocks]), T.warp_id([warps]), T.lane_id([32]))
+        if overlap:
+            do(T.ptx.griddepcontrol.launch_dependents())
+            if not early:
+                do(T.ptx.griddepcontrol.wait())
+        yield thread
+
+
 @dataclass(frozen=True)
 class Cache:
     """A cache's storage as lines of one (layer, block, head, slot) each."""
@@ -52,7 +69,7 @@ class CudaEnvironment:
     """Buffers by value name. Arguments are the caller's tensors; the rest are views of the workspace argument.
 
     overlap: kernels are launched programmatically: each starts while the one before still runs, and waits for it (see
-        `kernel`). processors: multiprocessors that a persistent kernel fills.
+        `launch`). processors: multiprocessors that a persistent kernel fills.
     """
 
     def __init__(self, plan: Plan, *, overlap: bool, processors: int):
@@ -88,21 +105,9 @@ class CudaEnvironment:
 
     # -- kernels -----------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def kernel(self, blocks: int, warps: int, *, early: bool = False) -> Iterator[Thread]:
-        """One launch; what is emitted inside is its body.
-
-        The next kernel may start at once, and this one waits for the memory of those before it: here, or, when
-        `early`, where the body calls `wait`. Every thread must pass the wait, also one with nothing to do: whoever
-        waits for this kernel must be able to rely on all before it.
-        """
-        with T.attr({"tirx.device_entry": True}):
-            thread = Thread(T.cta_id([blocks]), T.warp_id([warps]), T.lane_id([32]))
-            if self.overlap:
-                do(T.ptx.griddepcontrol.launch_dependents())
-            if not early:
-                self.wait()
-            yield thread
+    def kernel(self, blocks: int, warps: int, *, early: bool = False) -> AbstractContextManager[Thread]:
+        """One launch, see `launch`; with `early` the body itself calls `wait`."""
+        return launch(blocks, warps, self.overlap, early=early)
 
     def wait(self) -> None:
         """Memory of earlier kernels is complete from here on. Weights and tables may be read before."""

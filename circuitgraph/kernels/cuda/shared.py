@@ -9,6 +9,7 @@ from tvm.tirx.script import builder as T
 from ...circuit.types import StateType, TensorType
 from ...plan.ir import VIEWS, Group, Plan, Scratch
 from .attention import Query, emit_combine
+from .epilogue import meeting
 from .plain import ROWS, Partials
 from .row_program import Evaluator, Place, emit_rows, for_each, refuse_rows, sinks_of
 from .values import hold, load, store
@@ -35,6 +36,21 @@ def prologue_scratch(plan: Plan, group: Group) -> tuple[Scratch, ...]:
 def emit_prologue(env, group: Group, warps: int) -> None:
     if group.prologue:
         emit_rows(env, group.prologue, prologue_sinks(env.plan, group), warps=warps)
+
+
+def refuse_dtypes(plan: Plan, group: Group) -> str | None:
+    """Why tensor cores cannot multiply x by these weights, or None."""
+    types = plan.circuit.types
+    dtypes = {types[name].dtype for anchor in group.anchors for name in anchor.inputs[:2]}  # type: ignore[union-attr]
+    if len(dtypes) > 1 or "f32" in dtypes:
+        return f"needs bf16 or f16 activations and weights of that dtype, got {', '.join(sorted(dtypes))}"
+    return None
+
+
+def refuse_meeting(group: Group) -> str | None:
+    """Tiles hold the rows of one weight, or of two whose sums meet."""
+    counts = {len(anchors) for anchors, _ in meeting(group)}
+    return None if counts in ({1}, {2}) else f"one or two weights meet in every epilogue, got {sorted(counts)}"
 
 
 def refuse_top1(group: Group) -> str | None:

@@ -12,7 +12,16 @@ from ..base import Kernel, kernel
 from .epilogue import Epilogue, meeting, refuse_epilogue
 from .plain import Projection, emit_top1_final
 from .row_program import Evaluator, Place, for_each, sinks_of
-from .shared import emit_prologue, partial_scratch, partials_of, prologue_scratch, refuse_prologue, refuse_top1
+from .shared import (
+    emit_prologue,
+    partial_scratch,
+    partials_of,
+    prologue_scratch,
+    refuse_dtypes,
+    refuse_meeting,
+    refuse_prologue,
+    refuse_top1,
+)
 from .stream import Geometry, Norm, Stream, emit_add_parts, geometry, tiles_of
 from .values import store
 
@@ -40,17 +49,13 @@ def cut_of(plan: Plan, group: Group, params: StreamParams) -> Geometry | str:
 def refuse_stream(plan: Plan, group: Group, params: StreamParams) -> str | None:
     """Why the tensor cores cannot take this group's products, or None."""
     types = plan.circuit.types
-    x = types[group.anchors[0].inputs[0]]
-    dtypes = {x.dtype, *(types[anchor.inputs[1]].dtype for anchor in group.anchors)}  # type: ignore[union-attr]
-    if len(dtypes) > 1 or dtypes & {"f32"}:
-        return f"needs bf16 or f16 activations and weights of that dtype, got {', '.join(sorted(dtypes))}"
+    reason = refuse_dtypes(plan, group) or refuse_meeting(group) or refuse_prologue(plan, group)
+    if reason:
+        return reason
     cut = cut_of(plan, group, params)
     if isinstance(cut, str):
         return cut
-    counts = {len(anchors) for anchors, _ in meeting(group)}
-    if len(counts) > 1 or not counts <= {1, 2}:
-        return f"one or two weights meet in every epilogue, got {sorted(counts)}"
-    width = 16 // counts.pop()
+    width = 16 // len(meeting(group)[0][0])
     for anchor in group.anchors:
         if tiles_of(int(types[anchor.inputs[1]].shape[0]), width, cut.groups) is None:  # type: ignore[union-attr]
             return f"{types[anchor.inputs[1]].shape[0]} weight rows do not split into tiles of {width * cut.groups}"  # type: ignore[union-attr]
@@ -58,7 +63,7 @@ def refuse_stream(plan: Plan, group: Group, params: StreamParams) -> str | None:
         return f"{cut.rows} rows need {cut.rows * width} finishing threads"
     if cut.shared_bytes > SHARED_BYTES:
         return f"needs {cut.shared_bytes} B of shared memory"
-    return refuse_prologue(plan, group)
+    return None
 
 
 def folded_norm(plan: Plan, group: Group, params: StreamParams) -> Node | None:

@@ -28,8 +28,20 @@ from .shared import (
     refuse_top1,
 )
 from .stream_templates import SHARED_BYTES, LinearStream, Top1Stream
+from .tile_templates import LinearTiles, Top1Tiles
 
-__all__ = ["Attend", "AttendPaged", "LinearPlain", "LinearStream", "Rows", "Top1Plain", "Top1Stream", "emit_copy"]
+__all__ = [
+    "Attend",
+    "AttendPaged",
+    "LinearPlain",
+    "LinearStream",
+    "LinearTiles",
+    "Rows",
+    "Top1Plain",
+    "Top1Stream",
+    "Top1Tiles",
+    "emit_copy",
+]
 
 
 @kernel

@@ -1,0 +1,170 @@
+"""How the CPU templates emit: nodes of a group to calls of the emitters beside this file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tvm.tirx.script import builder as T
+
+from ...circuit.ir import Node
+from ...plan.ir import VIEWS, Group
+from . import rows as row_ops
+from . import vector as v
+from .attention import emit_attention, emit_kv_append
+from .linear import Projection, emit_linear
+from .sizes import Tile
+from .templates import ROW_OPS, VECTOR_OPS, state_of
+from .top1 import Top1Scratch, emit_linear_top1
+
+
+def emit_projections(
+    env: Any, group: Group, meeting: Sequence[tuple[tuple[Node, ...], tuple[Node, ...]]], block: int, tile: Tile
+) -> None:
+    """The prologue by rows, then all weights in one launch; `meeting` pairs anchors with the epilogue they share."""
+    emit_rows(env, group.prologue)
+    crossing = set(env.plan.crossing(group))
+    projections = []
+    for anchors, epilogue in meeting:
+        # Looked up here: a buffer declared inside the loop nest would be declared in every task.
+        outside = {name: env.flat(name) for node in epilogue for name in node.inputs if name not in group.made}
+        biases = [v.bits_of(env.buffer(anchor.inputs[2])) if len(anchor.inputs) == 3 else None for anchor in anchors]
+        made = [value.name for node in (*anchors, *epilogue) for value in node.outputs]
+        stores = {name: v.bits_of(env.flat(name)) for name in made if name in crossing}
+        loads = {name: v.bits_of(buffer) for name, buffer in outside.items()}
+        weights = tuple(env.buffer(anchor.inputs[1]) for anchor in anchors)
+        projections.append(Projection(weights, _epilogue(anchors, epilogue, biases, loads, stores)))
+    x = env.flat(group.anchors[0].inputs[0])
+    emit_linear(x, projections, n=env.plan.rows, lanes=env.lanes, block=block, tile=tile, scratch=env.buffer("packed"))
+
+
+def emit_head(env: Any, group: Group, task_columns: int, block: int, tile: Tile) -> None:
+    """lm_head, top-1 and log-probability."""
+    emit_rows(env, group.prologue)
+    (linear,), (top1,) = group.anchors, group.epilogue
+    token, logprob = (env.buffer(value.name) for value in top1.outputs)
+    emit_linear_top1(
+        env.buffer(linear.inputs[0]),
+        env.buffer(linear.inputs[1]),
+        token,
+        logprob,
+        Top1Scratch(*(env.buffer(name) for name in ("best", "index", "total"))),
+        n=env.plan.rows,
+        lanes=env.lanes,
+        bias=env.buffer(linear.inputs[2]) if len(linear.inputs) == 3 else None,
+        task_columns=task_columns,
+        block=block,
+        tile=tile,
+        packed=env.buffer("packed"),
+    )
+
+
+def emit_attend(env: Any, group: Group, splits: int, split_rows: int) -> None:
+    """Paged attention, then the element-wise rest by rows."""
+    (node,) = group.anchors
+    state = state_of(env.plan, node)
+    layer = int(node.attr["layer"])
+    emit_attention(
+        env.buffer(node.inputs[0]),
+        env.layer_cache(f"{state}.k", layer),
+        env.layer_cache(f"{state}.v", layer),
+        *(env.buffer(f"{state}.{part}") for part in ("table", "seq", "start", "length")),
+        env.buffer(node.name),
+        n=env.plan.rows,
+        lanes=env.lanes,
+        scale=node.attr["scale"],
+        splits=splits,
+        scratch=env.buffer("pieces") if splits > 1 else None,
+        split_rows=split_rows,
+    )
+    emit_rows(env, group.epilogue)
+
+
+def _epilogue(anchors, epilogue, biases, loads, stores):
+    """The callback of `Projection`: evaluates the epilogue nodes on fp32 vectors and stores what crosses groups."""
+
+    def emit(row, column, width, sums):
+        values = {}
+
+        def keep(name, value):
+            values[name] = T.bind(value)
+            if name in stores:
+                v.store(stores[name], [row, column], values[name], width)
+
+        for anchor, bias, total in zip(anchors, biases, sums, strict=True):
+            keep(anchor.name, total if bias is None else total + v.load(bias, [column], width))
+        for node in epilogue:
+            operands = [
+                values[name] if name in values else T.bind(v.load(loads[name], [row, column], width)) for name in node.inputs
+            ]
+            keep(node.name, VECTOR_FORMS[node.op](width, *operands))
+
+    return emit
+
+
+VECTOR_FORMS = {
+    "add": lambda width, a, b: a + b,
+    "mul": lambda width, a, b: a * b,
+    "silu": lambda width, x: v.silu(x, width),
+    "sigmoid": lambda width, x: v.sigmoid(x, width),
+    "heads": lambda width, x: x,
+    "merge": lambda width, x: x,
+}
+
+
+def emit_rows(env: Any, nodes: Sequence[Node]) -> None:
+    """Nodes one after the other."""
+    for node in nodes:
+        if node.op not in VIEWS:
+            ROW_EMITTERS[node.op](env, node, env.lanes)
+
+
+def _append(env, node: Node, lanes: int) -> None:
+    state, layer = state_of(env.plan, node), int(node.attr["layer"])
+    k_cache, v_cache = (env.layer_cache(f"{state}.{part}", layer) for part in ("k", "v"))
+    k, value = (env.buffer(name) for name in node.inputs[1:])
+    emit_kv_append(k, value, k_cache, v_cache, env.buffer(f"{state}.slot"), n=env.plan.rows, lanes=lanes)
+
+
+def _mapped(emitter):
+    """Emitters with the plain signature (inputs..., out)."""
+    return lambda env, node, lanes: emitter(*(env.buffer(name) for name in (*node.inputs, node.name)), lanes=lanes)
+
+
+ROW_EMITTERS = {
+    "embed": _mapped(row_ops.emit_embedding),
+    "add": _mapped(row_ops.emit_add),
+    "mul": _mapped(row_ops.emit_mul),
+    "silu": _mapped(row_ops.emit_silu),
+    "sigmoid": _mapped(row_ops.emit_sigmoid),
+    "append": _append,
+    "shift": lambda env, node, lanes: row_ops.emit_shift(env.buffer(node.inputs[0]), node.attr["by"], env.buffer(node.name)),
+    "zero_at": lambda env, node, lanes: row_ops.emit_zero_rows(
+        *(env.buffer(name) for name in node.inputs), node.attr["value"], env.buffer(node.name), lanes=lanes
+    ),
+    "rms_norm": lambda env, node, lanes: row_ops.emit_rms_norm(
+        *(env.buffer(name) for name in (*node.inputs, node.name)),
+        eps=node.attr["eps"],
+        lanes=lanes,
+        plus_one=node.attr["flavour"] == "zero_centred",
+    ),
+    "cat": lambda env, node, lanes: row_ops.emit_concat(
+        [env.buffer(name) for name in node.inputs], env.buffer(node.name), lanes=lanes
+    ),
+    "part": lambda env, node, lanes: row_ops.emit_slice(
+        env.buffer(node.inputs[0]), env.buffer(node.name), node.attr["start"], lanes=lanes
+    ),
+    "rope": lambda env, node, lanes: row_ops.emit_rope(
+        env.buffer(node.inputs[0]),
+        env.buffer(node.inputs[2]),
+        env.buffer(node.inputs[3]),
+        env.buffer(node.inputs[1]),
+        env.buffer(node.name),
+        lanes=lanes,
+        interleaved=node.attr["style"] == "interleaved",
+    ),
+}
+
+# What the templates promise is what there is.
+assert set(ROW_EMITTERS) == set(ROW_OPS)
+assert set(VECTOR_FORMS) == {*VECTOR_OPS, *VIEWS}

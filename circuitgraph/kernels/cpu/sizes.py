@@ -1,0 +1,62 @@
+"""Tiles, splits and scratch sizes: what a plan has to know of the CPU kernels. Needs no TVM."""
+
+from dataclasses import dataclass
+
+L1_ACTIVATION_BYTES = 20 * 1024
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The inner loop: `columns` weight rows by `rows` activation rows of accumulators, each split in `chains`.
+
+    Chains hide the latency of dependent adds where there are few accumulators. `unroll` counts vectors along K,
+    a multiple of chains. `prefetch` is the distance in bytes of the software prefetch, 0 for none.
+    """
+
+    columns: int
+    rows: int
+    unroll: int = 4
+    chains: int = 1
+    prefetch: int = 1024
+
+
+def default_tile(n, weights, lanes, k=None):
+    """The tile that measured best for n rows of K elements and `weights` weights per projection.
+
+    While the activations fit in half of a 32 KB L1 cache, one weight row at a time passes over them; beyond that,
+    two at a time, so that the activations come from L2 half as often.
+    """
+    if n <= 8 and (k is None or n * k * 4 <= L1_ACTIVATION_BYTES):
+        rows = _even_groups(n, max(1, 8 // weights))
+        return Tile(columns=1, rows=rows, chains=max(1, 4 // (rows * weights)))
+    columns = max(1, 2 // weights)
+    limit = (24 if lanes == 16 else 12) // (columns * weights)
+    rows = _even_groups(n, max(1, 8 // (columns * weights)) if n <= 8 else limit)
+    return Tile(columns=columns, rows=rows, chains=max(1, 4 // (rows * columns * weights)), prefetch=4096)
+
+
+def _even_groups(n, limit):
+    """The rows of one group, where n rows are cut into as few groups of at most `limit` as possible."""
+    groups = -(-n // limit)
+    return -(-n // groups)
+
+
+def linear_scratch_floats(n, k, lanes, tile):
+    """float32 elements that `emit_linear` and `emit_linear_top1` need for the packed activations."""
+    rows = min(tile.rows, n)
+    return -(-n // rows) * rows * -(-k // lanes) * lanes
+
+
+def top1_tasks(vocabulary, task_columns=512):
+    """How many tasks, and so scratch rows, `emit_linear_top1` uses."""
+    return -(-vocabulary // task_columns)
+
+
+def attention_splits(n, kv_heads, target_tasks=16, most=8):
+    """Into how many pieces a row's context is cut, so that few rows still occupy all threads."""
+    return max(1, min(most, -(-target_tasks // (n * kv_heads))))
+
+
+def attention_scratch_floats(n, heads, dim, splits):
+    """float32 elements of workspace `emit_attention` needs; none for one split."""
+    return 0 if splits == 1 else n * heads * splits * (dim + 2)

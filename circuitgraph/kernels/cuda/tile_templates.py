@@ -1,0 +1,104 @@
+"""Templates for products of many rows on tensor cores (see tiles.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...plan.ir import Group, Plan, Scratch
+from ..base import Kernel, kernel
+from .epilogue import Epilogue, meeting, refuse_epilogue
+from .plain import Projection, emit_top1_final
+from .shared import (
+    emit_prologue,
+    partial_scratch,
+    partials_of,
+    prologue_scratch,
+    refuse_dtypes,
+    refuse_meeting,
+    refuse_prologue,
+    refuse_top1,
+)
+from .tiles import DEPTH, Tile, Tiles
+
+SHARED_BYTES = 227 * 1024
+PROLOGUE_WARPS = 16
+
+
+@dataclass(frozen=True)
+class TileParams:
+    """rows, weights: of one tile, multiples of 32 and 64; stages: of the ring."""
+
+    rows: int = 128
+    weights: int = 128
+    stages: int = 4
+
+    @property
+    def tile(self) -> Tile:
+        return Tile(self.rows, self.weights, self.stages)
+
+
+def refuse_tiles(plan: Plan, group: Group, params: TileParams) -> str | None:
+    columns = int(plan.circuit.types[group.anchors[0].inputs[0]].shape[1])  # type: ignore[union-attr]
+    if params.rows % 32 or params.weights % 64 or params.stages < 2:
+        return f"tiles are multiples of 32 rows and 64 weights with 2 stages or more, got {params}"
+    if columns % DEPTH:
+        return f"{columns} columns are no whole number of stages of {DEPTH}"
+    if params.tile.shared_bytes > SHARED_BYTES:
+        return f"needs {params.tile.shared_bytes} B of shared memory"
+    return refuse_dtypes(plan, group) or refuse_meeting(group) or refuse_prologue(plan, group)
+
+
+def tiles_of(env: Any, group: Group, params: TileParams, projections: list[Projection]) -> Tiles:
+    emit_prologue(env, group, PROLOGUE_WARPS)
+    x = group.anchors[0].inputs[0]
+    return Tiles(env, params.tile, env.words(x), env.plan.circuit.types[x].dtype, projections)
+
+
+@kernel
+class LinearTiles(Kernel):
+    """Projections of many rows in bf16 or f16, a block a tile of the result; the prologue by rows before it."""
+
+    name = "cuda.linear_tiles"
+    Params = TileParams
+
+    @staticmethod
+    def refuse(plan: Plan, group: Group, params: Any) -> str | None:
+        return refuse_epilogue(plan, group) or refuse_tiles(plan, group, params)
+
+    @staticmethod
+    def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
+        return prologue_scratch(plan, group)
+
+    @staticmethod
+    def emit(env, group: Group, params: Any) -> None:
+        projections = [
+            Projection(tuple(env.words(anchor.inputs[1]) for anchor in anchors), Epilogue(env, group, anchors, nodes))
+            for anchors, nodes in meeting(group)
+        ]
+        tiles_of(env, group, params, projections).emit()
+
+
+@kernel
+class Top1Tiles(Kernel):
+    """lm_head, top-1 and log-probability of many rows in bf16 or f16; every tile keeps the best of its columns."""
+
+    name = "cuda.top1_tiles"
+    Params = TileParams
+
+    @staticmethod
+    def refuse(plan: Plan, group: Group, params: Any) -> str | None:
+        return refuse_top1(group) or refuse_tiles(plan, group, params)
+
+    @staticmethod
+    def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
+        columns = int(plan.circuit.types[group.anchors[0].inputs[1]].shape[0])  # type: ignore[union-attr]
+        return (*prologue_scratch(plan, group), *partial_scratch(-(-columns // params.weights), plan.rows))
+
+    @staticmethod
+    def emit(env, group: Group, params: Any) -> None:
+        (linear,), (top1,) = group.anchors, group.epilogue
+        bias = env.buffer(linear.inputs[2]) if len(linear.inputs) == 3 else None
+        partials = partials_of(env)
+        tiles_of(env, group, params, [Projection((env.words(linear.inputs[1]),), lambda *_: None)]).emit(best=partials, bias=bias)
+        emit_top1_final(env, partials, *(env.buffer(value.name) for value in top1.outputs))

@@ -1,0 +1,109 @@
+"""Every compiled program against the reference interpreter, on fresh random inputs each time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from circuitgraph.runtime import DraftRunner
+from tests.gpu.calls import error, reference, run, situation, tolerance
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_program_computes_what_the_circuit_means(program, seed, runners):
+    """Each program is called as it comes, then recorded as a graph, then replayed, with other inputs every time."""
+    folder, entry, rows = program
+    runner = runners(folder)
+    case = situation(runner, entry, rows, seed)
+    want, want_caches = reference(runner, case, entry)
+    got, got_caches = run(runner, case, entry)
+    limit = tolerance(runner)
+    check_caches(case, got_caches, want_caches, limit)
+    live = slice(0, case.live)
+    if entry != "context":
+        assert error(got["next_hidden"][live], want["next_hidden"][live]) < limit
+    if entry == "logits":
+        assert error(got["logits"][live], want["logits"][live]) < limit
+    if entry == "draft":
+        logits = want["logits"][live].float()
+        spread = logits.std(dim=-1)
+        chosen = logits.gather(1, got["draft"][live, None].long())[:, 0]
+        assert (logits.amax(-1) - chosen <= 8 * limit * spread).all(), "a token that is not among the best"
+        assert (got["logprob"][live] - (chosen - logits.logsumexp(-1))).abs().max() <= 8 * limit * spread.max()
+
+
+def check_caches(case, got, want, limit) -> None:
+    """Written rows agree; everything else, poison included, is bit for bit what it was."""
+    for name, before in case.caches.items():
+        slot = before.slot[before.slot >= 0].long()
+        block, offset = slot // before.block_size, slot % before.block_size
+        for part in ("k", "v"):
+            ours, reference_, old = (getattr(caches[name], part) for caches in (got, want, case.caches))
+            assert error(ours[:, block, :, offset], reference_[:, block, :, offset]) < limit
+            rest = torch.ones(old.shape[1], old.shape[3], dtype=torch.bool, device=old.device)
+            rest[block, offset] = False
+            mask = rest[None, :, None, :, None].expand_as(old)
+            assert torch.equal(torch.nan_to_num(ours[mask], 7.0), torch.nan_to_num(old[mask], 7.0))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_chain_equals_its_steps(artifact, steps, runners):
+    """Tokens, scores and cache, bit for bit; a row that stops drafts nothing from there on. Called thrice: as it comes,
+    recorded, replayed."""
+    runner = runners(artifact)
+    for n in [width for width in runner.widths if width <= 16]:
+        for seed in range(3):
+            case = situation(runner, "draft", n, seed)
+            slots = chain_slots(case, steps)
+            inputs = (case.inputs["token"], case.inputs["hidden"], case.inputs["position"])
+            ours, theirs = case.copy_caches(), case.copy_caches()
+            got = runner.chain(steps, *inputs, ours, slots)
+            want = DraftRunner.chain(runner, steps, *inputs, theirs, slots)
+            assert torch.equal(got.drafts, want.drafts)
+            assert torch.equal(torch.nan_to_num(got.logprobs), torch.nan_to_num(want.logprobs))
+            for part in ("k", "v"):
+                pair = [torch.nan_to_num(getattr(caches["kv"], part), 7.0) for caches in (ours, theirs)]
+                assert torch.equal(*pair)
+
+
+def chain_slots(case, steps: int) -> torch.Tensor:
+    """Where the rows of a chain are written, as far as their own blocks reach; the first row stops after one step."""
+    cache = case.caches["kv"]
+    slots = torch.full((steps, case.rows), -1, dtype=torch.int32, device=cache.slot.device)
+    for row, span in enumerate(case.spans):
+        first = span.start + span.context
+        blocks = -(-(first + 1) // cache.block_size)
+        for step in range(min(steps, blocks * cache.block_size - first) if row else 1):
+            block, offset = divmod(first + step, cache.block_size)
+            slots[step, row] = cache.table[row, block] * cache.block_size + offset
+    return slots
+
+
+def test_rows_do_not_depend_on_each_other(artifact, runners):
+    """Row i of an n-row program equals the same row run alone: within rounding, and the token unless two are as good."""
+    runner = runners(artifact)
+    limit = tolerance(runner)
+    for n in [width for width in runner.widths if width > 1]:
+        case = situation(runner, "draft", n, 1)
+        together, _ = run(runner, case, "draft")
+        for row in {0, case.live // 2, case.live - 1}:
+            alone, _ = run(runner, case.only([row]), "draft")
+            assert error(together["next_hidden"][row], alone["next_hidden"][0]) < limit
+            assert abs(together["logprob"][row] - alone["logprob"][0]) < 8 * limit
+        idle, _ = run(runner, case, "draft")
+        assert torch.equal(idle["draft"], together["draft"]), "the same call twice gives other tokens"
+
+
+@pytest.mark.parametrize("context", [15, 16, 17, 1000, 32768])
+def test_contexts(artifact, context, runners):
+    runner = runners(artifact)
+    if runner.max_position is not None and context >= runner.max_position:
+        pytest.skip("longer than the program's positions")
+    if context > 1000 and not artifact.name.startswith(("few", "gated", "odd")):
+        pytest.skip("long contexts are tried on a few shapes")
+    for n in runner.widths[:2]:
+        case = situation(runner, "draft", n, 1, context=context)
+        want, _ = reference(runner, case, "draft")
+        got, _ = run(runner, case, "draft")
+        live = slice(0, case.live)
+        assert error(got["next_hidden"][live], want["next_hidden"][live]) < tolerance(runner)
