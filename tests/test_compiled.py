@@ -9,6 +9,7 @@ import torch
 
 from circuitgraph.circuit.ir import Circuit
 from circuitgraph.interpreter import interpret
+from circuitgraph.language import parse_circuit
 from circuitgraph.lower import argument_values
 from circuitgraph.ops import TORCH_DTYPES, PagedKV
 from circuitgraph.pipeline import Run, plan_piece
@@ -196,3 +197,30 @@ def test_weights_may_lie_anywhere(compiled: Compiled) -> None:
         got = compiled.run(entry, inputs, shifted, copy_of(cache))
         for name, value in want.items():
             assert torch.equal(got[name], value)
+
+
+def test_outputs_may_share_their_bytes(tmp_path) -> None:
+    """One value under two names, a view of it, and an input handed through: each output is written."""
+    import tvm_ffi
+
+    text = """
+program: shared
+inputs: {x: "f32[n, 24]"}
+weights: {w: "bf16[24, 24]"}
+body:
+  - y = silu(linear(x, w))
+  - z = heads(y, count=3)
+outputs: {first: y, second: y, seen: z, through: x}
+entries: {run: {outputs: [first, second, seen, through]}}
+"""
+    circuit = parse_circuit(text)
+    rules, backend = load_schedule("cpu"), backend_of(parse_target("cpu"))
+    plan = plan_piece(Run(), circuit, "run", 3, "cpu", rules)
+    module = tvm_ffi.load_module(str(backend.build(backend.lower([plan]), tmp_path).library))
+    x, w = torch.randn(3, 24), torch.randn(24, 24).to(torch.bfloat16)
+    want = interpret(circuit, entry="run", inputs={"x": x}, weights={"w": w})
+    got = {name: torch.full_like(value, float("nan")) for name, value in want.items()}
+    workspace = torch.full((plan.workspace_bytes,), 255, dtype=torch.uint8)
+    module[plan.symbol](x, w, workspace, *got.values())
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5)

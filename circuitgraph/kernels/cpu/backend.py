@@ -18,6 +18,7 @@ from ...plan.ir import Group, Plan
 from ...target import Built, Target
 from ..base import KERNELS, make_params
 from . import build
+from .rows import emit_copy
 
 TIR_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32", "i64": "int64", "u8": "uint8"}
 
