@@ -145,7 +145,7 @@ class CudaRunner(CompiledRunner):
 
     def _graph(self, program: _Program, steps: int, kv: Caches, stops: bool) -> _Chain:
         # Tables are staged at sizes that are powers of two: a growing context changes them seldom.
-        sizes = {name: tuple(_bucket(size) for size in cache.table.shape) for name, cache in kv.items()}
+        sizes = {name: (_bucket(cache.table.shape[0]), _bucket(cache.table.shape[1])) for name, cache in kv.items()}
         storage = tuple((cache.k.data_ptr(), cache.v.data_ptr(), tuple(cache.k.shape)) for cache in kv.values())
         key = (program.spec.symbol, steps, stops, tuple(sizes.values()), storage)
         graph = self._graphs.get(key)
@@ -257,7 +257,8 @@ class _Chain:
             self.copied.record()
         rest = [name for name in sources if name not in on_host]
         if rest:
-            torch._foreach_copy_([self._part(self.ints, name, sources[name]) for name in rest], [sources[name] for name in rest])
+            targets = [self._part(self.ints, name, sources[name]) for name in rest]
+            torch._foreach_copy_(targets, [sources[name] for name in rest])  # type: ignore[reportPrivateImportUsage]
         self.hidden[:count].copy_(hidden[first:last])
 
     def _part(self, tensors: dict[str, torch.Tensor], name: str, source: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.pack import CASES, source_digests
+from tests.gpu.pack import CASES, inputs_digest, source_digests
 
 RECORD = Path(__file__).resolve().parents[1] / "gpu" / "record.json"
+HINT = "The kernels differ from those that ran on a GPU: run tests/gpu again with --record (see its conftest.py)."
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +20,10 @@ def record():
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_programs_are_those_that_passed(case, record):
-    hint = f"Run the GPU tests again: tests/gpu/conftest.py says how. Recorded on {record['device']}."
-    assert source_digests(case) == record["programs"].get(case.name), hint
+    """Where plans, templates and TVM are those of the record, so is the text: only one case generates it all the same."""
+    if case.name != "odd_bf16" and inputs_digest(case) == record["inputs"].get(case.name):
+        return
+    assert source_digests(case) == record["programs"].get(case.name), HINT
 
 
 def test_everything_passed(record):

@@ -7,7 +7,6 @@ package; no compiler.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -69,24 +68,21 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_sessionfinish(session):
-    """A program is recorded with its digest when every test that names it, or its artifact, has passed."""
+    """An artifact is recorded, with the digests of its programs, when no test that names it has failed."""
     target = session.config.getoption("--record", default=None)
     if target is None:
         return
-    failed = defaultdict(set)
-    for test, outcome in _outcomes.items():
-        if outcome == "failed":
-            failed[test.partition("[")[2].rstrip("]").partition("-")[0]].add(test)
-    programs = {}
-    for folder in artifacts_of(session.config):
-        digests = json.loads((folder.parent / f"{folder.name}.digests.json").read_text())
-        tested = {test.partition(f"[{folder.name}-")[2].rstrip("]") for test in _outcomes if f"[{folder.name}-" in test}
-        if not failed[folder.name]:
-            programs[folder.name] = digests if tested else {}
+    failed = {test.partition("[")[2].partition("-")[0].rstrip("]") for test, outcome in _outcomes.items() if outcome == "failed"}
+    facts = {
+        folder.name: json.loads((folder.parent / f"{folder.name}.digests.json").read_text())
+        for folder in artifacts_of(session.config)
+        if folder.name not in failed and any(f"[{folder.name}-" in test for test in _outcomes)
+    }
     record = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "tests": dict(sorted(_outcomes.items())),
-        "programs": programs,
+        "inputs": {name: fact["inputs"] for name, fact in facts.items()},
+        "programs": {name: fact["programs"] for name, fact in facts.items()},
     }
     Path(target).write_text(json.dumps(record, indent=1) + "\n")

@@ -16,11 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tvm
+
+import circuitgraph
 from circuitgraph.checkpoint import bind
 from circuitgraph.kernels.cuda.backend import make_backend
 from circuitgraph.pipeline import Run, compile, plan_piece, work_list
 from circuitgraph.plan.ir import Plan
 from circuitgraph.plan.schedule import load_schedule
+from circuitgraph.plan.text import format_plan
 from circuitgraph.target import Target
 from tests.fixture_cases import FIXTURES
 
@@ -129,6 +133,14 @@ def plans_of(case: Case) -> list[Plan]:
     return [plan for plan in plans if isinstance(plan, Plan)]
 
 
+def inputs_digest(case: Case) -> str:
+    """A digest of all that the generated text depends on: plans, templates, and TVM. Much cheaper than the text."""
+    package = Path(circuitgraph.__file__).parent
+    files = [*sorted((package / "kernels" / "cuda").glob("*.py")), package / "lower.py"]
+    parts = [tvm.__version__, *(file.read_text() for file in files), *(format_plan(plan) for plan in plans_of(case))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
 def source_digests(case: Case) -> dict[str, str]:
     """`digests` of what is generated for a case now: what tests/gpu/record.json pins."""
     backend = make_backend(Target("cuda", "sm_90a"))
@@ -160,7 +172,8 @@ def build(case: Case, out: Path) -> Path:
             **options_of(case, Path(folder)),
         )
     source = (out / case.name / "src" / "kernels.cu").read_text()
-    (out / f"{case.name}.digests.json").write_text(json.dumps(digests(source), indent=1))
+    facts = {"inputs": inputs_digest(case), "programs": digests(source)}
+    (out / f"{case.name}.digests.json").write_text(json.dumps(facts, indent=1))
     return out / case.name
 
 

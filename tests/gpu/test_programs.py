@@ -107,3 +107,20 @@ def test_contexts(artifact, context, runners):
         got, _ = run(runner, case, "draft")
         live = slice(0, case.live)
         assert error(got["next_hidden"][live], want["next_hidden"][live]) < tolerance(runner)
+
+
+def test_nan_stays_in_its_row(artifact, runners):
+    """A row whose hidden is NaN drafts token 0 with log-probability -inf, in a chain too; its neighbours notice nothing."""
+    runner = runners(artifact)
+    n = [width for width in runner.widths if width <= 16][-1]
+    case = situation(runner, "draft", n, 0)
+    want, _ = run(runner, case, "draft")
+    case.inputs["hidden"][0] = float("nan")
+    for _ in range(3):
+        got, _ = run(runner, case, "draft")
+        assert got["draft"][0] == 0
+        assert got["logprob"][0] == float("-inf")
+        assert torch.equal(got["draft"][1:], want["draft"][1:])
+    inputs = (case.inputs["token"], case.inputs["hidden"], case.inputs["position"])
+    chain = runner.chain(3, *inputs, case.copy_caches(), chain_slots(case, 3))
+    assert chain.drafts[0, 0] == 0

@@ -11,6 +11,9 @@ from tvm.tirx.script import builder as T
 from .values import LOWEST, do, from_lane_beside, hold, load, put, register, store, wide, zeros
 
 WARPS = 8
+NOTHING = 0x7FFFFFFF
+"""The id while no logit has been taken in."""
+
 ROWS = 8
 """Rows that a warp serves with one reading of its weights."""
 
@@ -95,7 +98,12 @@ class Best:
         self.index = register("int32")
         put(self.best, T.float32(LOWEST))
         put(self.total, T.float32(0))
-        put(self.index, T.int32(0x7FFFFFFF))
+        put(self.index, T.int32(NOTHING))
+
+    def absorb(self, logit: Any, index: Any) -> None:
+        """Take in one logit. NaN and minus infinity are no choice."""
+        with T.If(logit > T.float32(LOWEST)), T.Then():
+            self.merge(logit, index, T.float32(1))
 
     def merge(self, best: Any, index: Any, total: Any) -> None:
         """Take in another running best; the lower id wins a tie."""
@@ -129,7 +137,7 @@ def emit_plain_top1(env: Any, x: Any, weight: Any, bias: Any | None, partials: P
             logit = dot(x, weight, column[0], first_row, rows, at.lane)
             if bias is not None:
                 logit = logit + load(bias, [column[0]], constant=True)
-            state.merge(hold(logit), column[0], T.float32(1))
+            state.absorb(hold(logit), column[0])
             put(column, column[0] + parts)
         with T.If(T.And(at.lane < ROWS, first_row + at.lane < rows)), T.Then():
             state.write(partials, part, first_row + at.lane)
@@ -156,6 +164,9 @@ def emit_top1_final(env: Any, partials: Partials, token: Any, logprob: Any) -> N
                 take(at.lane + parts // 32 * 32)
         state.merge_lanes((16, 8, 4, 2, 1))
         with T.If(at.lane < 1), T.Then():
-            store(token, [at.block], state.index[0])
+            # A row without any choice, all NaN, gives token 0: the next step gathers its embedding.
+            nothing = T.EQ(state.index[0], T.int32(NOTHING))
+            store(token, [at.block], hold(T.Select(nothing, T.int32(0), state.index[0]), "int32"))
             # The best logit's own term is exp(0), so its log-softmax is -log(total).
-            store(logprob, [at.block], T.float32(0) - T.log(state.total[0]))
+            score = T.Select(nothing, T.cuda.uint_as_float(T.uint32(0xFF800000)), T.float32(0) - T.log(state.total[0]))
+            store(logprob, [at.block], hold(score))

@@ -253,7 +253,7 @@ class Stream:
                 with T.If(column < columns), T.Then():
                     if state is not None:
                         logit = sums[0] if bias is None else hold(sums[0] + load(bias, [column], constant=True))
-                        state.merge(logit, column, T.float32(1))
+                        state.absorb(logit, column)
                     elif partial is not None:
                         for matrix, total in enumerate(sums):
                             place = before + matrix * columns + column

@@ -206,7 +206,7 @@ class Tiles:
                 with T.If(column < columns), T.Then():
                     logit = self.results[line, within]
                     logit = hold(logit if bias is None else logit + load(bias, [column], constant=True))
-                    state.merge(logit, column, T.float32(1))
+                    state.absorb(logit, column)
             state.merge_lanes((16, 8, 4, 2, 1))
             with T.If(T.And(self.at.lane < 1, self.first_row + line < self.rows)), T.Then():
                 state.write(best, self.place, self.first_row + line)
