@@ -10,13 +10,14 @@ TYPES := build/types
 READY := $(VENV)/installed
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
-.PHONY: help install demo test lint format clean
+.PHONY: help install demo test lint format gpu-pack clean
 
 help:
 	@echo "make demo     the shipped drafter end to end: compile, verify, bench, generate (minutes)"
 	@echo "make test     lint and all tests"
 	@echo "make lint     ruff and types only"
 	@echo "make format   rewrite the sources as ruff formats them"
+	@echo "make gpu-pack build the artifacts of the GPU tests into build/gpu (needs nvcc, no GPU)"
 	@echo "make install  only set up $(VENV)"
 
 install: $(READY)
@@ -55,6 +56,10 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix --quiet
 	$(BIN)/ruff format
+
+# Then, on a machine with the GPU: python -m pytest tests/gpu --artifacts build/gpu --record tests/gpu/record.json
+gpu-pack: $(READY)
+	$(BIN)/python -m tests.gpu.pack build/gpu
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
