@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .circuit.ir import Circuit
 from .circuit.text import format_circuit
@@ -15,7 +15,11 @@ from .errors import ArtifactError, CircuitError, Fault, did_you_mean
 from .pipeline import STAGES, Run, form_text, plan_piece
 from .plan.ir import Plan
 from .plan.schedule import load_schedule
+from .plan.text import plan_records
 from .target import backend_of, parse_target
+
+if TYPE_CHECKING:
+    from .artifact.store import Artifact
 
 # What building leaves, by the file endings that a target may have for it.
 _GENERATED = {"build": ("ll", "cu"), "source": ("ll", "cu"), "llvm": ("ll",), "asm": ("s",), "ptx": ("ptx",), "sass": ("sass",)}
@@ -45,14 +49,15 @@ def stage_text(
     entry: str = "draft",
     width: int = 1,
     stage: str = "plan",
-    target: str = "cpu",
+    target: str | None = None,
     model: str | Path | None = None,
     switches: Mapping[str, Any] | None = None,
     schedule_file: str | Path | None = None,
 ) -> str:
     """The text that `stage` leaves for one entry and width of a program, or of an artifact (folder or zip).
 
-    A program without `model` takes the example config of `family` (by default the first family of that program).
+    A program without `model` takes the example config of `family` (by default the first family of that program), and
+    `cpu` without `target`. An artifact has decided all that: it takes `entry`, `width` and `stage` alone.
 
     Raises:
         CircuitgraphError: of the stage that failed; unknown stages, entries and widths that an artifact lacks.
@@ -60,16 +65,18 @@ def stage_text(
     if stage not in TEXT_STAGES:
         raise CircuitError(Fault(f"no stage '{stage}'", hint=did_you_mean(stage, TEXT_STAGES)))
     if _is_artifact(program):
+        _refuse_decided(program, family=family, target=target, model=model, switches=switches, schedule_file=schedule_file)
         return _artifact_text(Path(program), entry, width, stage)
     if stage == "load":
         return _program_text(program)
     if stage == "pack":
         raise CircuitError(Fault("a program has no manifest", subject=str(program), hint="Give the artifact instead."))
-    circuit = program_circuit(program, family=family, model=model, switches=switches)
+    run = Run()
+    circuit = run("resolve", str(program), lambda: program_circuit(program, family=family, model=model, switches=switches))
+    run("check", circuit.name, lambda: circuit)
     if stage in ("resolve", "check"):
         return format_circuit(circuit)
-    parsed = parse_target(target)
-    run = Run()
+    parsed = parse_target(target or "cpu")
     rules = load_schedule(parsed.kind, Path(schedule_file) if schedule_file else None)
     form = plan_piece(run, circuit, entry, width, parsed.kind, rules, stop_after=stage)
     if stage in run.seconds or stage == "plan":
@@ -84,7 +91,7 @@ def stage_text(
     for ending in _GENERATED[stage]:
         if ending in texts:
             return texts[ending]
-    raise _no_such_text(stage, target)
+    raise _no_such_text(stage, str(parsed))
 
 
 def explain(
@@ -93,7 +100,7 @@ def explain(
     family: str | None = None,
     entry: str = "draft",
     width: int = 1,
-    target: str = "cpu",
+    target: str | None = None,
     model: str | Path | None = None,
     switches: Mapping[str, Any] | None = None,
     schedule_file: str | Path | None = None,
@@ -101,34 +108,37 @@ def explain(
 ) -> list[Explanation]:
     """Chosen rule, parameters, refusals and cost (with `context` cache rows a sequence) per group.
 
+    Of an artifact it tells what was decided when that was compiled; the other arguments are as in `stage_text`.
+
     Raises:
-        CircuitgraphError: the program does not load, or no rule accepts a group.
+        CircuitgraphError: the program does not load, no rule accepts a group, or the artifact has no such entry and width.
     """
     if _is_artifact(program):
-        circuit = _manifest(Path(program)).circuit
+        _refuse_decided(program, family=family, target=target, model=model, switches=switches, schedule_file=schedule_file)
+        records = _artifact_records(Path(program), entry, width)
     else:
-        circuit = program_circuit(program, family=family, model=model, switches=switches)
-    kind = parse_target(target).kind
-    plan = plan_piece(Run(), circuit, entry, width, kind, load_schedule(kind, Path(schedule_file) if schedule_file else None))
-    assert isinstance(plan, Plan)
-    explanations = []
-    for group, choice in zip(plan.groups, plan.choices, strict=True):
-        cost = plan.cost(group, context)
-        nodes = tuple(f"{node.name} = {node.op}" for node in group.nodes)
-        explanations.append(
-            Explanation(
-                group.name,
-                group.pattern,
-                nodes,
-                choice.rule,
-                choice.kernel,
-                dict(choice.params),
-                choice.refusals,
-                cost.bytes,
-                cost.flops,
-            )
-        )
-    return explanations
+        run = Run()
+        circuit = run("resolve", str(program), lambda: program_circuit(program, family=family, model=model, switches=switches))
+        kind = parse_target(target or "cpu").kind
+        rules = load_schedule(kind, Path(schedule_file) if schedule_file else None)
+        plan = plan_piece(run, circuit, entry, width, kind, rules)
+        assert isinstance(plan, Plan)
+        records = plan_records(plan)
+    return [_explanation(record, context) for record in records]
+
+
+def _explanation(record: Mapping[str, Any], context: int) -> Explanation:
+    return Explanation(
+        group=record["group"],
+        pattern=record["pattern"],
+        nodes=tuple(record["nodes"]),
+        rule=record["rule"],
+        kernel=record["kernel"],
+        params=record["params"],
+        refusals=tuple((rule, reason) for rule, reason in record["refusals"]),
+        bytes=record["bytes"] + context * record["bytes_per_row"],
+        flops=record["flops"] + context * record["flops_per_row"],
+    )
 
 
 def program_circuit(program: str | Path, *, family=None, model=None, switches=None) -> Circuit:
@@ -146,8 +156,7 @@ def _program_text(program: str | Path) -> str:
     from .language import find_program, load_program
 
     loaded = load_program(program)
-    files = [find_program(program)]
-    parts = [path.read_text(encoding="utf-8") for path in files]
+    parts = [find_program(program).read_text(encoding="utf-8")]
     for name, block in sorted(loaded.blocks.items()):
         parts.append(f"# block {name}, from {block.places.file}: {block.file.doc.strip()}\n")
     return "\n".join(parts)
@@ -158,25 +167,44 @@ def _is_artifact(program: str | Path) -> bool:
     return (path / "manifest.json").is_file() or (path.is_file() and path.suffix in (".zip", ".cg"))
 
 
-def _manifest(path: Path) -> Any:
+def _refuse_decided(program: str | Path, **options: Any) -> None:
+    """An artifact's program, checkpoint, target and schedule were decided when it was compiled."""
+    faults = [
+        Fault(
+            "was decided when the artifact was compiled", where=str(program), subject=name, hint="Leave it out, or compile again."
+        )
+        for name, value in options.items()
+        if value
+    ]
+    if faults:
+        raise ArtifactError(faults)
+
+
+def _open_symbol(path: Path, entry: str, width: int) -> tuple[Artifact, str]:
     from .artifact.store import read_artifact
 
-    return read_artifact(path, to_run=False).manifest
+    artifact, symbol = read_artifact(path, to_run=False), f"{entry}_{width}"
+    functions = artifact.manifest.functions
+    if symbol not in functions:
+        raise ArtifactError(Fault(f"has no program '{symbol}'", where=str(path), hint=did_you_mean(symbol, functions)))
+    return artifact, symbol
+
+
+def _artifact_records(path: Path, entry: str, width: int) -> list[dict[str, Any]]:
+    artifact, symbol = _open_symbol(path, entry, width)
+    file = f"plans/{symbol}.json"
+    if file not in artifact.manifest.files:
+        raise ArtifactError(Fault("does not say how its kernels were chosen", where=str(path), hint="Compile it again."))
+    return json.loads((artifact.folder / file).read_text(encoding="utf-8"))
 
 
 def _artifact_text(path: Path, entry: str, width: int, stage: str) -> str:
     from .artifact.store import read_artifact
 
-    artifact = read_artifact(path, to_run=False)
-    symbol = f"{entry}_{width}"
-    if stage == "pack":
-        return json.dumps(artifact.manifest.to_json(), indent=2) + "\n"
-    if stage in ("load", "resolve", "check"):
-        return format_circuit(artifact.manifest.circuit)
-    if symbol not in artifact.manifest.functions:
-        raise ArtifactError(
-            Fault(f"has no program '{symbol}'", where=str(path), hint=did_you_mean(symbol, artifact.manifest.functions))
-        )
+    if stage in ("load", "resolve", "check", "pack"):
+        manifest = read_artifact(path, to_run=False).manifest
+        return json.dumps(manifest.to_json(), indent=2) + "\n" if stage == "pack" else format_circuit(manifest.circuit)
+    artifact, symbol = _open_symbol(path, entry, width)
     if stage in ("slice", "specialize"):
         from .circuit.narrow import slice_entry, specialize
 

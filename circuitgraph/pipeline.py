@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,8 @@ PLAN_STAGES = ("fuse", "schedule", "place")
 
 DEFAULT_WIDTHS = (1, 2, 3, 4, 8)
 DEFAULT_CONTEXT_ROWS = (4, 16, 64)
+MAX_ROWS = 1024
+"""Rows of one program at most: a program for more gains nothing over two calls."""
 
 Observer = Callable[[str, str, Any, float], None]
 """Called after each stage with (stage, subject, result, seconds); subject is `draft_4`, or the program's name."""
@@ -134,14 +136,19 @@ def compile(
         out: the artifact folder to make; it must not exist unless `overwrite`.
         target: `cpu`, `cpu:portable` or `cpu:<mcpu>`.
         widths: numbers of sequences to compile for; 1 is always added.
-        context_rows: chunk sizes for prefill and catch-up.
+        context_rows: chunk sizes for prefill and catch-up. Neither numbers exceed MAX_ROWS.
         entries: which entries; by default all that are not `on_request`.
         target_model: checkpoint folder of the target, where embed_tokens and lm_head are borrowed from.
+        family: a family's name or YAML path; recognised from the config when left out.
         switches: overrides of the family's switches.
         act, kv, wt: dtypes of activations, cache and (for random weights) weights: f32, bf16 or f16.
+        schedule_file: schedule rules to use instead of the target's shipped ones.
         stop_after: a stage of `STAGES`.
         observer: called after every stage; see `Observer`.
         dump: a folder that gets the text of every stage's result, `05_fuse_draft_4.txt` and so on.
+
+    The manifest records the absolute paths of `model` and `target_model`, so that `verify`, `bench` and `generate` find
+    the weights again on this machine; elsewhere they are told the folders. Nothing else depends on the paths.
 
     Raises:
         CircuitgraphError: of the stage that failed; nothing is written then.
@@ -213,23 +220,54 @@ def work_list(
     """(entry, rows) of every program to compile, single-row programs of sequence entries included.
 
     Raises:
-        CircuitError: an entry that does not exist, or a width that is not positive.
+        CircuitError: no entry or one that does not exist, a number of rows that is none from 1 to MAX_ROWS, or no
+            `context_rows` for a context entry.
     """
     known = {entry.name: entry for entry in circuit.entries}
+    if isinstance(entries, str):
+        raise CircuitError(Fault("entries is a list of names", where=circuit.name, got=repr(entries)))
+    wanted = (
+        [entry.name for entry in circuit.entries if not entry.on_request] if entries is None else list(dict.fromkeys(entries))
+    )
     faults = [
-        Fault(f"no entry '{name}'", where=circuit.name, hint=did_you_mean(name, known))
-        for name in entries or ()
+        Fault(f"no entry '{name}'", where=circuit.name, hint=did_you_mean(str(name), known))
+        for name in wanted
         if name not in known
     ]
-    faults += [Fault("widths are positive", where=circuit.name, got=str(rows)) for rows in (*widths, *context_rows) if rows < 1]
+    if not wanted:
+        faults.append(Fault("there is no entry to compile", where=circuit.name, hint=f"Known: {', '.join(known)}."))
+    for option, given in (("widths", widths), ("context_rows", context_rows)):
+        faults += _faulty_rows(circuit, option, given)
+    if not faults and not context_rows:
+        faults += [
+            Fault(
+                "needs context_rows",
+                where=circuit.name,
+                subject=name,
+                hint="Give the chunk sizes of the programs that read prompts.",
+            )
+            for name in wanted
+            if known[name].rows == "context"
+        ]
     if faults:
         raise CircuitError(faults)
-    wanted = entries if entries is not None else [entry.name for entry in circuit.entries if not entry.on_request]
     pieces = []
     for name in wanted:
         sizes = {1, *widths} if known[name].rows == "sequences" else set(context_rows)
         pieces += [(name, rows) for rows in sorted(sizes)]
     return pieces
+
+
+def _faulty_rows(circuit: Circuit, option: str, given: object) -> list[Fault]:
+    if not isinstance(given, Collection) or isinstance(given, str | bytes):
+        return [Fault(f"{option} is a list of whole numbers", where=circuit.name, got=repr(given))]
+    faults = []
+    for rows in given:
+        if isinstance(rows, bool) or not isinstance(rows, int):
+            faults.append(Fault(f"{option} are whole numbers", where=circuit.name, got=repr(rows)))
+        elif not 1 <= rows <= MAX_ROWS:
+            faults.append(Fault(f"{option} are positive and at most {MAX_ROWS}", where=circuit.name, got=str(rows)))
+    return faults
 
 
 def plan_piece(

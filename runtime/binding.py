@@ -31,7 +31,8 @@ def bind_weights(
     Args:
         weights: the host's own tensors by circuit name; they win over folders.
         model: the drafter's checkpoint folder, whose config must be the one that was compiled for; or only a config.json.
-        target_model: the target's checkpoint folder, for embedding and lm_head; `model` when not given.
+        target_model: the target's checkpoint folder, for embedding and lm_head: the target that was compiled with, if
+            any. Without it, they must be in `weights`, or in `model` when compiling was given no other folder.
         max_position: rows of the RoPE tables, where the kind permits more or fewer than the manifest's.
         seed: of made-up weights (a program compiled from a config alone).
 
@@ -40,13 +41,24 @@ def bind_weights(
         RuntimeUseError: given weights that do not fit, or a weight that nothing provides.
     """
     manifest, device = artifact.manifest, torch.device(device)
+    if max_position is not None and max_position < 1:
+        raise RuntimeUseError(
+            Fault("needs room for a token", subject="max_position", expected="1 or more", got=str(max_position))
+        )
     folders: dict[str, Path] = {}
     if model is not None:
-        _check_config(manifest, Path(model))
+        _check_config(
+            Path(model), manifest.model.config_digest, f"model that the artifact was compiled for ('{manifest.model.name}')"
+        )
         if Path(model).is_dir():
-            folders["drafter"] = folders["target"] = Path(model)
+            folders["drafter"] = Path(model)
+            if not manifest.model.target_digest:
+                folders["target"] = Path(model)
     if target_model is not None:
-        folders["target"] = Path(target_model)
+        if manifest.model.target_digest:
+            what = f"target that '{manifest.model.name}' was compiled with"
+            _check_config(Path(target_model), manifest.model.target_digest, what)
+        folders["target"] = folders["host"] = Path(target_model)
     if manifest.weight_file is not None:
         folders["artifact"] = (artifact.folder / manifest.weight_file).parent
     given = dict(weights or {})
@@ -64,6 +76,9 @@ def bind_weights(
     return check_weights(manifest, given, device)
 
 
+_TARGET_HINT = "Give target_model= (--target-model), the target's folder, or its tensor itself in weights={{'{name}': ...}}."
+
+
 def check_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """The weights, after comparing each with the manifest.
 
@@ -76,8 +91,8 @@ def check_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], devic
         source = manifest.weights[name].source if name in manifest.weights else "table"
         hint = {
             "drafter": "Give model=, the drafter's checkpoint folder.",
-            "target": "Give target_model=, or the tensor itself in weights=.",
-            "host": f"Give the target's own tensor in weights={{'{name}': ...}}.",
+            "target": _TARGET_HINT.format(name=name),
+            "host": _TARGET_HINT.format(name=name),
         }
         faults.append(Fault("nothing provides it", where=manifest.program, subject=name, hint=hint.get(source)))
     for name, tensor in weights.items():
@@ -85,7 +100,8 @@ def check_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], devic
             spec = manifest.weights[name]
             dtype, shape = spec.dtype, spec.shape
         elif name in tables:
-            dtype, shape = "f32", (tensor.shape[0], tables[name].type.shape[1])  # type: ignore[union-attr]
+            rows = tensor.shape[:1] or ("rows",)
+            dtype, shape = "f32", (*rows, tables[name].type.shape[1])  # type: ignore[union-attr]
         else:
             hint = did_you_mean(name, {*manifest.weights, *tables})
             faults.append(Fault("is not a weight of this program", where=manifest.program, subject=name, hint=hint))
@@ -94,25 +110,33 @@ def check_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], devic
         if not (fits and tensor.is_contiguous() and tensor.device == device):
             layout = "" if tensor.is_contiguous() else "strided "
             got = f"{layout}{_dtype(tensor)}{list(tensor.shape)} on {tensor.device}"
-            expected = f"contiguous {dtype}{list(shape)} on {device}"
+            expected = f"contiguous {dtype}[{', '.join(map(str, shape))}] on {device}"
             faults.append(Fault("does not fit", where=manifest.program, subject=name, expected=expected, got=got))
+    if not faults:
+        for table in manifest.circuit.tables:
+            cos, sin = (weights[value.name] for value in table.tensors())
+            if cos.shape != sin.shape:
+                got = f"{cos.shape[0]} rows of cos, {sin.shape[0]} of sin"
+                faults.append(Fault("cos and sin differ in length", where=manifest.program, subject=table.name, got=got))
     if faults:
         raise RuntimeUseError(faults)
     return dict(weights)
 
 
-def _check_config(manifest: Manifest, model: Path) -> None:
-    """Refuse another model than the one that the program was compiled for. `model` is a folder, or its config.json."""
+def _check_config(model: Path, digest: str, what: str) -> None:
+    """Refuse another model than `what`, whose config has `digest`. `model` is a folder, or its config.json."""
     file = model / "config.json" if model.is_dir() else model
     try:
         config = json.loads(file.read_text())
+        if not isinstance(config, dict):
+            raise ValueError("not an object")
     except (OSError, ValueError) as error:
         raise CheckpointError(Fault(f"cannot be read: {error}", where=str(file))) from error
-    found, compiled = config_digest(config)[:16], manifest.model.config_digest[:16]
+    found, compiled = config_digest(config)[:16], digest[:16]
     if found != compiled:
-        message = f"is not the model that the artifact was compiled for ('{manifest.model.name}')"
         hint = "Compile again for this model, or give the folder of the other."
-        raise CheckpointError(Fault(message, where=str(file), expected=f"config digest {compiled}", got=found, hint=hint))
+        expected = f"config digest {compiled}"
+        raise CheckpointError(Fault(f"is not the {what}", where=str(file), expected=expected, got=found, hint=hint))
 
 
 def _from_folder(folder: Path, specs: Mapping[str, WeightSpec], device: torch.device) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from circuitgraph.ops import TORCH_DTYPES, PagedKV
 
 from .binding import check_weights
 from .cover import cover
-from .runner import Caches, DraftChain, DraftRunner, DraftStep
+from .runner import Caches, DraftChain, DraftRunner, DraftStep, no_autograd
 
 log = logging.getLogger("circuitgraph.runtime")
 
@@ -65,11 +65,12 @@ class CompiledRunner(DraftRunner):
             raise ArtifactError(Fault("has no one-row draft program, which fallback='single' needs", where=manifest.program))
         self.fallback = fallback
         self.weights = check_weights(manifest, weights, self.device)
-        workspace = _Workspace(manifest, self.device)
-        self._programs = {
-            (function.entry, function.rows): _Program(function, functions[function.symbol], workspace, self.device)
-            for function in manifest.functions.values()
-        }
+        with no_autograd():
+            workspace = _Workspace(manifest, self.device)
+            self._programs = {
+                (function.entry, function.rows): _Program(function, functions[function.symbol], workspace, self.device)
+                for function in manifest.functions.values()
+            }
         self._block_size = _compiled_block_size(manifest)
         self._logged: set[tuple[str, int]] = set()
         self._bind()
@@ -115,16 +116,19 @@ class CompiledRunner(DraftRunner):
 
     # -- work --------------------------------------------------------------------------------------------------
 
+    @no_autograd()
     def draft(self, token, hidden, position, kv) -> DraftStep:
         n = self._check_rows(token, hidden, position, kv)
         out = self._run_rows("draft", n, _Rows(token, hidden, position, kv))
         return DraftStep(out["draft"], out["logprob"], out["next_hidden"])
 
+    @no_autograd()
     def logits(self, token, hidden, position, kv) -> tuple[torch.Tensor, torch.Tensor]:
         n = self._check_rows(token, hidden, position, kv)
         out = self._run_rows("logits", n, _Rows(token, hidden, position, kv))
         return out["logits"], out["next_hidden"]
 
+    @no_autograd()
     def context(self, token, hidden, position, kv) -> None:
         n = self._check_rows(token, hidden, position, kv)
         rows = _Rows(token, hidden, position, kv)
@@ -132,9 +136,10 @@ class CompiledRunner(DraftRunner):
             program.stage(rows, first, count)
             program.run()
 
+    @no_autograd()
     def chain(self, steps, token, hidden, position, kv, slots) -> DraftChain:
         n = self._check_rows(token, hidden, position, kv)
-        ragged = self._check_chain(steps, n, position, slots)
+        ragged = self._check_chain(steps, n, position, slots, kv)
         drafts = torch.empty(n, steps, dtype=torch.int32, device=self.device)
         logprobs = torch.empty(n, steps, device=self.device)
         next_hidden = torch.empty(n, self.hidden_size, dtype=TORCH_DTYPES[self.circuit.act], device=self.device)
@@ -175,8 +180,7 @@ class CompiledRunner(DraftRunner):
         """(program, first row, rows) that serve n rows of `entry`, in order."""
         widths = self.manifest.widths(entry)
         if not widths:
-            hint = f"It has: {', '.join(sorted({f.entry for f in self.manifest.functions.values()}))}."
-            raise RuntimeUseError(Fault(f"the artifact has no '{entry}' programs", where=self.circuit.name, hint=hint))
+            raise self._no_programs(entry)
         # Context rows are always chunked: the one-row fallback is about drafting.
         single = self.fallback == "single" and entry != "context" and n not in widths and 1 in widths
         first = 0
@@ -185,9 +189,14 @@ class CompiledRunner(DraftRunner):
             yield self._programs[entry, width], first, count
             first += count
 
+    def _no_programs(self, entry: str) -> RuntimeUseError:
+        hint = f"It has: {', '.join(sorted({f.entry for f in self.manifest.functions.values()}))}."
+        return RuntimeUseError(Fault(f"the artifact has no '{entry}' programs", where=self.circuit.name, hint=hint))
+
     def _count(self, entry: str, n: int) -> None:
         path = self._path(entry, n)
-        assert path is not None
+        if path is None:
+            raise self._no_programs(entry)
         self.paths[path] += 1
         if (entry, n) not in self._logged:
             self._logged.add((entry, n))
@@ -276,7 +285,7 @@ class _Program:
             for part, index in places.items():
                 tensor = getattr(cache, part)
                 if previous is None or tensor is not getattr(previous, part):
-                    self.args[index] = tvm_ffi.from_dlpack(tensor)
+                    self.args[index] = tvm_ffi.from_dlpack(tensor.detach())
             self._last[state] = cache
 
     def advance(self, count: int, slot: torch.Tensor, stopped: torch.Tensor | None) -> None:
@@ -332,7 +341,8 @@ class _Workspace:
 def open_library(artifact: Artifact, *, threads: int | None = None) -> dict[str, Callable[..., Any]]:
     """Load the artifact's (verified) library: symbol to function.
 
-    threads: of parallel loops; None leaves it to the library, which then follows torch.
+    threads: of parallel loops; None takes what torch uses now. It holds for all who have this library open: a process
+        loads it once.
 
     Raises:
         ArtifactError: it does not load here, or lacks a function that the manifest lists.
@@ -341,7 +351,7 @@ def open_library(artifact: Artifact, *, threads: int | None = None) -> dict[str,
     try:
         module = tvm_ffi.load_module(str(path))
     except Exception as error:
-        hint = "It needs this platform's C++ runtime and tvm-ffi; compile it again here."
+        hint = "It needs this platform's C library and tvm-ffi; compile it again here."
         raise ArtifactError(Fault(f"does not load: {error}", where=str(path), hint=hint)) from error
     functions = {}
     for function in artifact.manifest.functions.values():
@@ -354,11 +364,14 @@ def open_library(artifact: Artifact, *, threads: int | None = None) -> dict[str,
 
 
 def _set_threads(module: Any, threads: int | None, path: Path) -> None:
-    """CPU libraries export `circuitgraph_init(threads)`; 0 lets the library decide. Device libraries have none."""
+    """CPU libraries export `circuitgraph_init(threads)`; device libraries have none.
+
+    torch's number is passed on, since OpenMP's own is another in each calling thread.
+    """
     if threads is not None and threads < 1:
         raise RuntimeUseError(Fault("needs at least one thread", where=str(path), subject="threads", got=str(threads)))
     if module.implements_function("circuitgraph_init"):
-        module.get_function("circuitgraph_init")(threads or 0)
+        module.get_function("circuitgraph_init")(threads or torch.get_num_threads())
 
 
 def _compiled_block_size(manifest: Manifest) -> int | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from circuitgraph.artifact import Manifest, read_artifact
+from circuitgraph.errors import Fault, RuntimeUseError
 
 from .binding import bind_weights
 from .compiled import CompiledRunner, open_library
@@ -31,12 +32,12 @@ def load(
     Args:
         weights: the host's own tensors by circuit name (`embed_tokens`, `lm_head`, ...), borrowed without a copy.
         model: the drafter's checkpoint folder, memory-mapped.
-        target_model: the target's, where embedding and lm_head come from; `model` when not given.
-        threads: of the CPU library's parallel loops; None follows torch.
+        target_model: the target's, where embedding and lm_head come from (see `bind_weights`).
+        threads: of the CPU library's parallel loops, for all runners of that library; None takes torch's number now.
         fallback: how widths without a program run: "cover" or "single" (see `CompiledRunner`).
         max_position: rows of the RoPE tables, instead of the manifest's: the longest sequence that will be served.
         seed: of the weights of a program that was compiled from a config alone.
-        device: where to run; torch's current GPU for a CUDA artifact.
+        device: where to run, of the kind compiled for; torch's current GPU for a CUDA artifact when left out.
 
     Raises:
         ArtifactError: an artifact of another version or target, or a damaged one.
@@ -59,8 +60,13 @@ def _device(manifest: Manifest, device: torch.device | str | None, where: str) -
 
     Raises:
         ArtifactError: the GPU is absent or another one than it was compiled for.
+        RuntimeUseError: a device of another kind.
     """
-    if manifest.target.kind != "cuda":
+    kind = manifest.target.kind
+    if device is not None and torch.device(device).type != kind:
+        hint = "Compile for that device, or leave device= out."
+        raise RuntimeUseError(Fault(f"was compiled for '{kind}'", where=where, subject="device", got=str(device), hint=hint))
+    if kind != "cuda":
         return torch.device("cpu")
     place = torch.device(device or "cuda")
     check_device(manifest, place, where)

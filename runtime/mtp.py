@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 import threading
 from collections.abc import Collection, Sequence
 from typing import NoReturn
@@ -16,7 +17,7 @@ from circuitgraph.ops import PagedKV
 from .metrics import Metrics
 from .pool import BlockPool
 from .proposer import DraftProposer, Hiddens
-from .runner import DraftChain, DraftRunner
+from .runner import DraftChain, DraftRunner, no_autograd
 from .state import MtpProposerState, ProposerState
 from .trim import TRIM, rows_missing
 
@@ -40,14 +41,11 @@ class MtpProposer(DraftProposer):
     def __init__(self, runner: DraftRunner, pool: BlockPool, *, trim: str = "exact"):
         if trim not in TRIM:
             raise RuntimeUseError(Fault(f"no trim policy '{trim}'", hint=did_you_mean(trim, TRIM)))
-        if set(pool.storage) != {state.name for state in runner.circuit.states} or pool.device != runner.device:
-            expected = f"states {[state.name for state in runner.circuit.states]} on {runner.device}"
-            raise RuntimeUseError(
-                Fault("the pool was made for another circuit", expected=expected, got=f"{list(pool.storage)} on {pool.device}")
-            )
         if runner.block_size not in (None, pool.block_size):
             expected, got = str(runner.block_size), str(pool.block_size)
             raise RuntimeUseError(Fault("programs were compiled for another block size", expected=expected, got=got))
+        runner.check_storage(pool.storage)
+        pool.claim(self)
         self.runner = runner
         self.pool = pool
         self.trim = trim
@@ -82,6 +80,7 @@ class MtpProposer(DraftProposer):
     def prefill_drafter(self, prompt_tokens: Sequence[int], hiddens: Hiddens, state: ProposerState, *, first_pos: int = 0) -> int:
         with self._lock:
             mine = self._mine(state)
+            prompt_tokens = self._ids(prompt_tokens)
             given, wanted = len(hiddens), len(prompt_tokens) - 1
             if wanted < 0 or given not in (wanted, wanted + 1):
                 self._refuse("prompt and hiddens do not go together", "hiddens", f"{wanted} or {wanted + 1} rows", str(given))
@@ -97,7 +96,7 @@ class MtpProposer(DraftProposer):
             if row_base != mine.rows:
                 self.metrics.refusals["row_base"] += 1
                 return 0
-            return self._append([tokens], [hiddens], [pos_base], [mine])
+            return self._append([self._ids(tokens)], [hiddens], [pos_base], [mine])
 
     def catchup_batch(
         self,
@@ -108,8 +107,9 @@ class MtpProposer(DraftProposer):
     ) -> int:
         with self._lock:
             self._same_length(tokens=tokens, hiddens=hiddens, first_pos=first_pos, states=states)
-            return self._append(tokens, hiddens, first_pos, self._all_mine(states))
+            return self._append([self._ids(row) for row in tokens], hiddens, first_pos, self._all_mine(states))
 
+    @no_autograd()
     def _append(
         self,
         tokens: Sequence[Sequence[int]],
@@ -165,7 +165,12 @@ class MtpProposer(DraftProposer):
         stop_ids: Collection[int] = (),
     ) -> list[int]:
         with self._lock:
-            return self._propose([last_token], [target_hidden], [position], num_drafts, [self._mine(state)], stop_ids, None)[0]
+            mine = [self._mine(state)]
+            if self.runner.serves(1) is None:
+                self._refuse(
+                    "the runner has no draft programs", "runner", "a program for one row", f"widths {self.runner.widths}"
+                )
+            return self._propose(self._ids([last_token]), [target_hidden], [position], num_drafts, mine, stop_ids, None)[0]
 
     def propose_batch(
         self,
@@ -188,8 +193,10 @@ class MtpProposer(DraftProposer):
             if self.runner.serves(len(mine)) is None:
                 self.metrics.refusals["width"] += 1
                 return None
-            return self._propose(last_tokens, target_hiddens, positions, num_drafts, mine, stop_ids, out_confidence)
+            tokens = self._ids(last_tokens)
+            return self._propose(tokens, target_hiddens, positions, num_drafts, mine, stop_ids, out_confidence)
 
+    @no_autograd()
     def _propose(
         self,
         last_tokens: Sequence[int],
@@ -215,9 +222,12 @@ class MtpProposer(DraftProposer):
             count = num_drafts if limit is None else min(num_drafts, limit - position)
             if num_drafts and count < 1:
                 self.metrics.refusals["position_limit"] += 1
-            elif count and self._reserve([state], [count]):
-                rows.append(row)
-                counts.append(count)
+            elif count:
+                # Fewer drafts where memory ends; without room for one, the refusal is counted.
+                count = max(min(count, self.pool.room(state.lease) - state.rows), 1)
+                if self._reserve([state], [count]):
+                    rows.append(row)
+                    counts.append(count)
         drafts: list[list[int]] = [[] for _ in states]
         logprobs: list[list[float]] = [[] for _ in states]
         if rows:
@@ -273,6 +283,10 @@ class MtpProposer(DraftProposer):
         with self._lock:
             return self._mine(state).rows
 
+    def rows_behind(self, state: ProposerState, position: int) -> int:
+        with self._lock:
+            return max(position - self._mine(state).next_position, 0)
+
     def last_pair_key(self, state: ProposerState) -> int | None:
         with self._lock:
             return self._mine(state).last_pair_key
@@ -313,9 +327,17 @@ class MtpProposer(DraftProposer):
 
     def _check_next(self, state: MtpProposerState, position: int) -> None:
         """The row of the token at `position` has pair key position - 1, which must be newer than every row's."""
-        lowest = 1 if state.last_pair_key is None else state.last_pair_key + 2
+        lowest = state.next_position
         if position < lowest:
             self._refuse("that position has a row already, or no token before it", "position", f"{lowest} or more", str(position))
+
+    def _ids(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens as plain integers: of a list, an array or a tensor."""
+        values = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # type: ignore[attr-defined]
+        try:
+            return [operator.index(token) for token in values]
+        except TypeError:
+            self._refuse("are not integers in a row", "tokens", "a sequence of ints", repr(tokens)[:80])
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         vocab = self.runner.vocab_size
@@ -327,6 +349,8 @@ class MtpProposer(DraftProposer):
         size, device = self.runner.hidden_size, self.runner.device
         for row in [hiddens] if isinstance(hiddens, torch.Tensor) else hiddens:
             dims = 2 if row is hiddens else 1
+            if not isinstance(row, torch.Tensor):
+                self._refuse("do not fit", "hiddens", "tensors", type(row).__name__)
             if row.dim() != dims or row.shape[-1] != size or not row.is_floating_point() or row.device != device:
                 shape = "rows, " if dims == 2 else ""
                 got = f"{row.dtype}{list(row.shape)} on {row.device}"

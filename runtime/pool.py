@@ -6,9 +6,11 @@ never move or grow, so compiled programs and device graphs may keep their addres
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -82,6 +84,7 @@ class BlockPool:
         self._free = list(reversed(range(self.total)))
         self._leases: set[Lease] = set()
         self._loaned: set[int] = set()
+        self._owner: Any = lambda: None
         self._promised = 0  # kept as leases change: admission and growth look at it for every sequence of every step
 
     def _size(self, blocks: int | None, memory_bytes: int | None) -> int:
@@ -100,7 +103,19 @@ class BlockPool:
 
     def _allocate(self, state: State) -> torch.Tensor:
         shape = (state.layers, self.total, state.heads, self.block_size, state.dim)
-        return torch.zeros(shape, dtype=TORCH_DTYPES[state.dtype], device=self.device)
+        with torch.inference_mode(False):  # it outlives the mode of whoever makes it
+            return torch.zeros(shape, dtype=TORCH_DTYPES[state.dtype], device=self.device)
+
+    def claim(self, owner: Any) -> None:
+        """Make `owner` the one user of this pool, for as long as it lives.
+
+        Raises:
+            RuntimeUseError: another one uses it.
+        """
+        current = self._owner()
+        if current not in (None, owner):
+            raise RuntimeUseError(Fault("the pool belongs to another proposer", got=repr(current), hint="Make a pool for each."))
+        self._owner = weakref.ref(owner)
 
     # -- what there is -----------------------------------------------------------------------------------------
 
@@ -126,6 +141,11 @@ class BlockPool:
     def held(self) -> int:
         """Blocks that sequences hold."""
         return self.total - len(self._free) - len(self._loaned)
+
+    def room(self, lease: Lease) -> int:
+        """Rows that the lease can hold now, those it has among them."""
+        beyond = max(len(self._free) - self._promised, 0)
+        return (len(self._own(lease).blocks) + lease.outstanding + beyond) * self.block_size
 
     def slots(self, lease: Lease, first: int, count: int) -> Iterator[int]:
         """Storage slots (block * block_size + offset) of rows first..first+count-1."""

@@ -115,7 +115,8 @@ class DraftProposer(abc.ABC):
             stop_ids: a draft among them ends the chain (and is kept).
 
         Returns:
-            The drafts; [] when the sequence can't draft now. `after_verify` must follow before the next propose.
+            The drafts; fewer near the position limit or where memory has room for fewer, [] when the sequence can't draft
+            now. `after_verify` must follow before the next propose.
         """
 
     @abc.abstractmethod
@@ -153,6 +154,14 @@ class DraftProposer(abc.ABC):
     @abc.abstractmethod
     def drafter_rows(self, state: ProposerState) -> int:
         """Rows held. Fewer than expected: hiddens were not handed over, and drafts are worse for it."""
+
+    @abc.abstractmethod
+    def rows_behind(self, state: ProposerState, position: int) -> int:
+        """Rows missing before the one of the token at `position`, which is proposed or handed over next.
+
+        A step that gave no drafts (paused, none asked for, no room) writes no row for its newest token: hand that one
+        over with `catchup_batch`. A cached prefix that never had rows counts until the first row is there.
+        """
 
     @abc.abstractmethod
     def last_pair_key(self, state: ProposerState) -> int | None:

@@ -7,10 +7,12 @@ Addressing of a call is one `PagedKV` per state (see `circuit.ir.State`): storag
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -21,6 +23,13 @@ from circuitgraph.interpreter import interpret
 from circuitgraph.ops import TORCH_DTYPES, PagedKV
 
 Caches = Mapping[str, PagedKV]
+
+
+@contextlib.contextmanager
+def no_autograd() -> Iterator[None]:
+    """Plain tensors without gradients, whatever mode the caller is in: memory that is kept must serve every later mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class DraftStep(NamedTuple):
@@ -89,8 +98,18 @@ class DraftRunner(abc.ABC):
 
     @property
     def hidden_source(self) -> str:
-        """What the server must capture of the target: "post_norm" or "pre_norm" (its final norm)."""
-        return next(item.source for item in self.circuit.inputs if item.name == "hidden")
+        """What the server must capture of the target: "post_norm" or "pre_norm" (its final norm).
+
+        Raises:
+            RuntimeUseError: the program does not say.
+        """
+        source = next(item.source for item in self.circuit.inputs if item.name == "hidden")
+        if not source:
+            hint = "Give that input a `source` in the program: post_norm or pre_norm."
+            raise RuntimeUseError(
+                Fault("the program does not say its source", where=self.circuit.name, subject="hidden", hint=hint)
+            )
+        return source
 
     @cached_property
     def hidden_size(self) -> int:
@@ -118,6 +137,7 @@ class DraftRunner(abc.ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `draft`, but scores instead of the best token: (logits act[n, V], next_hidden act[n, H])."""
 
+    @no_autograd()
     def chain(
         self,
         steps: int,
@@ -133,8 +153,8 @@ class DraftRunner(abc.ABC):
         slot is -1 has stopped: from there on it writes nothing and drafts nothing. The caches' `length` is that of
         step 0.
         """
-        n = token.shape[0]
-        self._check_chain(steps, n, position, slots)
+        n = self._check_rows(token, hidden, position, kv)
+        self._check_chain(steps, n, position, slots, kv)
         drafts = torch.full((n, steps), -1, dtype=torch.int32, device=self.device)
         logprobs = torch.full((n, steps), float("nan"), device=self.device)
         for k in range(steps):
@@ -166,7 +186,7 @@ class DraftRunner(abc.ABC):
             cache = kv.get(state.name)
             if cache is None:
                 raise RuntimeUseError(Fault(f"state '{state.name}' is not given", where=name))
-            self._check_storage(state, cache)
+            self._check_storage(state, cache.k, cache.v)
             for part in ("slot", "seq", "length"):
                 self._check_tensor(f"{state.name}.{part}", getattr(cache, part), (n,))
             sequences, width = cache.table.shape if cache.table.dim() == 2 else (0, 0)
@@ -176,6 +196,7 @@ class DraftRunner(abc.ABC):
                 self._check_range(f"{state.name}.slot", cache.slot, cache.k.shape[1] * cache.block_size, lowest=-1)
                 self._check_range(f"{state.name}.seq", cache.seq, sequences)
                 self._check_range(f"{state.name}.length", cache.length, width * cache.block_size + 1)
+                self._check_table(state.name, cache)
         if token.device.type == "cpu":
             self._check_range("token", token, self.vocab_size)
             if self.max_position is not None:
@@ -189,10 +210,19 @@ class DraftRunner(abc.ABC):
                 Fault("does not fit", where=self.circuit.name, subject=name, expected=expected, got=_kind(tensor))
             )
 
-    def _check_storage(self, state: State, cache: PagedKV) -> None:
-        for part in (cache.k, cache.v):
+    def check_storage(self, storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Raises RuntimeUseError unless `storage`, as in `BlockPool.storage`, can hold every state of the circuit."""
+        states = {state.name for state in self.circuit.states}
+        if set(storage) != states:
+            fault = Fault("the pool was made for another circuit", expected=f"states {sorted(states)}", got=str(sorted(storage)))
+            raise RuntimeUseError(fault)
+        for state in self.circuit.states:
+            self._check_storage(state, *storage[state.name])
+
+    def _check_storage(self, state: State, k: torch.Tensor, v: torch.Tensor) -> None:
+        for part in (k, v):
             fits = part.dim() == 5 and part.dtype == TORCH_DTYPES[state.dtype] and part.device == self.device
-            fits = fits and part.is_contiguous() and part.shape == cache.k.shape
+            fits = fits and part.is_contiguous() and part.shape == k.shape
             fits = fits and (part.shape[0], part.shape[2], part.shape[4]) == (state.layers, state.heads, state.dim)
             if not fits or self.block_size not in (None, part.shape[3]):
                 block = self.block_size or "block_size"
@@ -202,6 +232,18 @@ class DraftRunner(abc.ABC):
                     Fault("storage does not fit", where=self.circuit.name, subject=state.name, expected=expected, got=_kind(part))
                 )
 
+    def _check_table(self, name: str, cache: PagedKV, later: int = 0) -> None:
+        """Block ids of host tables: in the storage, as far as rows will read, `later` steps from now."""
+        blocks, size = cache.k.shape[1], cache.block_size
+        low, high = _extremes(cache.table.flatten()) if cache.table.numel() else (0, 0)
+        if low >= 0 and high < blocks:
+            return
+        starts = cache.start.tolist()
+        for sequence, length in zip(cache.seq.tolist(), cache.length.tolist(), strict=True):
+            used = cache.table[sequence, max(starts[sequence], 0) // size : -(-(length + later) // size)]
+            if used.numel():
+                self._check_range(f"{name}.table", used.flatten(), blocks)
+
     def _check_range(self, name: str, tensor: torch.Tensor, limit: int, lowest: int = 0) -> None:
         low, high = _extremes(tensor)
         if low < lowest or high >= limit:
@@ -209,7 +251,9 @@ class DraftRunner(abc.ABC):
             expected = f"{lowest}..{limit - 1}"
             raise RuntimeUseError(Fault("out of range", where=self.circuit.name, subject=name, expected=expected, got=str(got)))
 
-    def _check_chain(self, steps: int, n: int, position: torch.Tensor, slots: torch.Tensor) -> bool:
+    def _check_chain(
+        self, steps: int, n: int, position: torch.Tensor, slots: torch.Tensor, kv: Caches = MappingProxyType({})
+    ) -> bool:
         """Whether rows may stop before the end: known for host tensors, assumed for device ones, which are not looked at."""
         if steps < 1:
             raise RuntimeUseError(Fault("a chain has at least one step", where=self.circuit.name, got=str(steps)))
@@ -218,7 +262,20 @@ class DraftRunner(abc.ABC):
         if slots.device.type != "cpu":
             return True
         limit, first, ragged = self.max_position, position.tolist(), False
-        for k, written in enumerate(slots.tolist()):
+        live = slots.tolist()
+        for name, cache in kv.items():
+            self._check_range("slots", slots.flatten(), cache.k.shape[1] * cache.block_size, lowest=-1)
+            self._check_table(name, cache, later=steps - 1)
+            room = cache.table.shape[1] * cache.block_size
+            for row, length in enumerate(cache.length.tolist()):
+                taken = length + max((k for k in range(steps) if live[k][row] >= 0), default=0)
+                if taken > room:
+                    expected = f"at most {room} rows of a sequence"
+                    fault = Fault(
+                        "the chain outgrows the table", where=self.circuit.name, subject=name, expected=expected, got=str(taken)
+                    )
+                    raise RuntimeUseError(fault)
+        for k, written in enumerate(live):
             for row, slot in enumerate(written):
                 if slot < 0:
                     ragged = True
@@ -270,7 +327,7 @@ class ReferenceRunner(DraftRunner):
         out = self._run("logits", token, hidden, position, kv)
         return out["logits"], out["next_hidden"]
 
-    @torch.no_grad()
+    @no_autograd()
     def _run(self, entry: str, token, hidden, position, kv) -> dict[str, torch.Tensor]:
         self._check_rows(token, hidden, position, kv)
         self.paths["reference"] += 1

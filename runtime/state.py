@@ -32,5 +32,10 @@ class MtpProposerState(ProposerState):
     freed: bool = False
 
     @property
+    def next_position(self) -> int:
+        """Position of the token whose row would follow without a gap."""
+        return 1 if self.last_pair_key is None else self.last_pair_key + 2
+
+    @property
     def last_num_drafted(self) -> int:
         return len(self.last_drafts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from dataclasses import dataclass, replace
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from circuitgraph.circuit.ir import Circuit
 from circuitgraph.interpreter import interpret
-from circuitgraph.language import parse_circuit
+from circuitgraph.language import Bindings, load_program, parse_circuit, resolve
 from circuitgraph.lower import argument_values
 from circuitgraph.ops import TORCH_DTYPES, PagedKV
 from circuitgraph.pipeline import Run, plan_piece
@@ -224,3 +226,105 @@ entries: {run: {outputs: [first, second, seen, through]}}
     module[plan.symbol](x, w, workspace, *got.values())
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5)
+
+
+NAMES = """
+program: names
+inputs: {token: "i32[n]", hidden: "f32[n, 48]", position: "i32[n]", workspace: "f32[n, 48]", draft_out: "f32[n, 48]"}
+state: {kv: {kind: paged_kv, layers: 1, heads: 2, dim: 16}}
+weights:
+  embed_tokens: "wt[131, 48]"
+  norm: "wt[48]"
+  packed: "wt[64, 48]"
+  index: "wt[32, 48]"
+  v_proj: "wt[32, 48]"
+  o_proj: "wt[48, 64]"
+  best: "wt[131, 48]"
+body:
+  - e = add(embed(token, embed_tokens), draft_out)
+  - x = add(e, add(hidden, workspace))
+  - x = rms_norm(x, norm, eps=1e-6)
+  - q = heads(linear(x, packed), count=4)
+  - k = heads(linear(x, index), count=2)
+  - total = heads(linear(x, v_proj), count=2)
+  - kv = append(kv, k, total)
+  - pieces = attention(q, kv, scale=0.25)
+  - o = add(linear(merge(pieces), o_proj), x)
+  - y = rms_norm(o, norm, eps=1e-6)
+  - draft, logprob = top1(linear(y, best))
+outputs: {draft: draft, logprob: logprob, packed: y, position_out: o}
+entries: {draft: {rows: sequences, outputs: [draft, logprob, packed, position_out], effects: [kv]}}
+"""
+
+
+def compile_one(circuit: Circuit, entry: str, rows: int, folder) -> Compiled:
+    import tvm_ffi
+
+    backend = backend_of(parse_target("cpu"))
+    plan = plan_piece(Run(), circuit, entry, rows, "cpu", load_schedule("cpu"))
+    module = tvm_ffi.load_module(str(backend.build(backend.lower([plan]), folder).library))
+    module["circuitgraph_init"](2)
+    return Compiled(circuit, {(entry, rows): plan}, module)
+
+
+AS_VALUES = {"packed": "w1", "index": "w2", "best": "w3", "x": "packed", "q": "index", "y": "best"}
+"""Another naming of the same program: these are values, no longer weights."""
+
+
+@pytest.mark.parametrize("renamed", [{}, AS_VALUES], ids=["weights", "values"])
+def test_a_program_may_use_the_kernels_names(tmp_path, renamed: dict[str, str]) -> None:
+    """Scratch, workspace and parameters are named apart from what the program names."""
+    file = tmp_path / "names.yaml"
+    file.write_text(re.sub(r"\b\w+\b", lambda word: renamed.get(word[0], word[0]), NAMES))
+    circuit = resolve(load_program(file), Bindings({}, {}, act="f32", wt="bf16", kv="f32"))
+    generator = torch.Generator().manual_seed(11)
+    weights = random_weights(circuit, generator)
+    cache = random_cache(circuit, [5, 7], generator)
+    inputs = random_inputs(circuit, 2, generator)
+    inputs |= {name: torch.randn(2, 48, generator=generator) for name in ("workspace", "draft_out")}
+    compiled = compile_one(circuit, "draft", 2, tmp_path)
+    want = interpret(circuit, entry="draft", inputs=inputs, weights=weights, states={"kv": copy_of(cache)})
+    got = compiled.run("draft", inputs, weights, cache)
+    assert torch.equal(got["draft"], want["draft"])
+    for name in set(want) - {"draft"}:
+        close(circuit, got[name], want[name])
+
+
+def test_parameters_have_names_of_their_own(tmp_path) -> None:
+    """Errors name the parameter; the input `draft_out` and the output `draft` are two."""
+    file = tmp_path / "names.yaml"
+    file.write_text(NAMES)
+    circuit = resolve(load_program(file), Bindings({}, {}, act="f32", wt="bf16", kv="f32"))
+    plan = plan_piece(Run(), circuit, "draft", 2, "cpu", load_schedule("cpu"))
+    backend = backend_of(parse_target("cpu"))
+    function = backend.lower([plan])[plan.symbol]
+    names = [str(parameter.name) for parameter in function.params]
+    assert len(names) == len(set(names)) == len(argument_values(plan))
+
+
+@pytest.mark.parametrize(("entry", "rows"), [("draft", 1100)])
+def test_many_rows_fit_the_stack(tmp_path, entry: str, rows: int) -> None:
+    """A task keeps partial sums of some rows at a time, whatever the batch: run under a stack of 1 MiB."""
+    circuit = small_mtp(**PLAIN)
+    generator = torch.Generator().manual_seed(12)
+    weights = random_weights(circuit, generator)
+    cache = random_cache(circuit, lengths(rows, generator), generator)
+    inputs = random_inputs(circuit, rows, generator)
+    compiled = compile_one(circuit, entry, rows, tmp_path)
+    compiled.module["circuitgraph_init"](1)  # type: ignore[index]
+    want_cache = copy_of(cache)
+    want = interpret(circuit, entry=entry, inputs=inputs, weights=weights, states={"kv": want_cache})
+    got: dict[str, torch.Tensor] = {}
+    before = threading.stack_size(1 << 20)
+    try:
+        caller = threading.Thread(target=lambda: got.update(compiled.run(entry, inputs, weights, cache)))
+        caller.start()
+        caller.join()
+    finally:
+        threading.stack_size(before)
+    close(circuit, cache.k, want_cache.k)
+    assert set(got) == set(want)
+    if want:
+        close(circuit, got["next_hidden"], want["next_hidden"])
+        close(circuit, got["logprob"], want["logprob"])
+        assert (got["draft"] == want["draft"]).float().mean() > 0.99

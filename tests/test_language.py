@@ -357,6 +357,34 @@ REFUSALS: dict[str, tuple[list[tuple[str, str]], str]] = {
         [(SELECT, "select(concat, hidden_first=cat(hidden, e))")],
         "p.yaml:17: x: select(concat) has no case for 'embed_first'",
     ),
+    "argument given twice": (
+        [("eps=eps, flavour=norm", "eps=eps, eps=eps")],
+        "p.yaml:16: argument 'eps' is given twice: 'rms_norm(embed(token, table), scale, eps=eps, eps=eps)'",
+    ),
+    "argument of a block given twice": (
+        [(LAST, "y = tiny(x, x=e, weights=ffn)")],
+        "p.yaml:18: y: block 'tiny' gets argument 'x' twice",
+    ),
+    "effect of no state": (
+        [("outputs: {y: y}", "outputs: {y: y}\neffects: {unknown: y}")],
+        "p.yaml:20: no state 'unknown'. The program has no state.",
+    ),
+    "control character": (
+        [("program: small", "program: sm\x01all")],
+        "p.yaml:1: not valid YAML: special characters are not allowed; got #x0001",
+    ),
+    "alias": ([("V: 8}", "V: *v}")], "p.yaml:2: anchors and aliases are not part of the language"),
+    "anchor": ([("V: 8}", "V: &v 8}")], "p.yaml:2: anchors and aliases are not part of the language"),
+    "recursive alias": (
+        [("params: {", "facts: &f {a: *f}\nparams: {")],
+        "p.yaml:3: anchors and aliases are not part of the language",
+    ),
+    "a list as a key": ([("V: 8}", "[V]: 8}")], "p.yaml:2: a key is a name, not a list or a mapping"),
+    "a date that is none": (
+        [("V: 8}", "V: 2001-13-99}")],
+        "p.yaml:2: cannot read the value: month must be in 1..12",
+    ),
+    "nested too deeply": ([("V: 8}", "V: " + "[" * 2000 + "]" * 2000 + "}")], "p.yaml: the file is nested too deeply"),
     "declared twice": ([('scale: "wt[H]"', 'token: "wt[H]"')], "p.yaml:12: 'token' is declared in inputs and in weights"),
     "output that is no tensor": ([("outputs: {y: y}", "outputs: {y: ffn}")], "p.yaml:19: output 'y' is not a tensor"),
     "entry of nothing": (

@@ -15,7 +15,7 @@ from ..circuit.ir import Circuit
 from ..circuit.text import circuit_from_json, circuit_to_json
 from ..errors import ArtifactError, Fault
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 
 ROLES = ("input", "state", "table", "weight", "workspace", "output")
@@ -34,7 +34,7 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """What machine the library runs on. `features`: instruction sets by LLVM's names that its code may execute."""
+    """What machine the library runs on. `features`: instruction sets by the names of `machine_features()` that its code may execute."""
 
     kind: str
     arch: str
@@ -44,12 +44,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Model:
-    """The checkpoint that the program was compiled for."""
+    """The checkpoint that the program was compiled for. `target_digest`: of the target's config, where one was given."""
 
     name: str
     config_digest: str
     hidden_size: int
     vocab_size: int
+    target_digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,11 @@ class Manifest:
         return next(f for f in self.functions.values() if (f.entry, f.rows) == (entry, rows))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data. `switches` and `entries` repeat, for readers, what the circuit and the functions say."""
-        return {
+        """Plain data. `switches` and `entries` repeat, for readers, what the circuit and the functions say.
+
+        `digest` is of all the rest, in this order: a manifest that was edited does not read back.
+        """
+        data = {
             "format": FORMAT,
             "program": self.program,
             "family": self.family,
@@ -159,6 +163,7 @@ class Manifest:
             },
             "circuit": circuit_to_json(self.circuit),
         }
+        return {**data, "digest": hashlib.sha256(json.dumps(data).encode()).hexdigest()}
 
     def to_text(self) -> str:
         return json.dumps(self.to_json(), indent=1) + "\n"
@@ -172,10 +177,14 @@ class Manifest:
         """
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             hint = "The artifact is damaged: compile again."
             raise ArtifactError(Fault(f"is not JSON: {error}", where=file, hint=hint)) from None
-        return _read_manifest(_Reader(data, file, ""))
+        top = _Reader(data, file, "")
+        try:
+            return _read_manifest(top)
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            top.refuse("circuit", f"is not a circuit ({error!r})")
 
 
 def _read_manifest(top: _Reader) -> Manifest:
@@ -184,14 +193,11 @@ def _read_manifest(top: _Reader) -> Manifest:
         hint = "Compile again with this version, or install the one that wrote it."
         top.refuse("format", "the artifact has another format version", expected=str(FORMAT), got=str(version), hint=hint)
     target, model = top.inner("target"), top.inner("model")
-    try:
-        circuit = circuit_from_json(top.value("circuit", dict))
-    except (KeyError, TypeError) as error:
-        top.refuse("circuit", f"is not a circuit ({error!r})")
+    top.value("digest", str)
     manifest = Manifest(
         program=top.value("program", str),
         family=top.value("family", str),
-        circuit=circuit,
+        circuit=circuit_from_json(top.value("circuit", dict)),
         target=Target(
             kind=target.value("kind", str),
             arch=target.value("arch", str),
@@ -203,6 +209,7 @@ def _read_manifest(top: _Reader) -> Manifest:
             config_digest=model.value("config_digest", str),
             hidden_size=model.value("hidden_size", int),
             vocab_size=model.value("vocab_size", int),
+            target_digest=model.value("target_digest", str),
         ),
         functions=top.table("functions", _read_function),
         weights=top.table("weights", _read_weight),
@@ -237,8 +244,10 @@ def _check_whole(manifest: Manifest, top: _Reader) -> None:
                 top.refuse(f"functions.{name}.args.{arg.name}", "is a weight that 'weights' does not list")
     written = manifest.to_json()
     for key, value in top.data.items():
-        if written.get(key, _ABSENT) != value:
+        if written.get(key, _ABSENT) != value and key != "digest":
             top.refuse(key, "has unknown keys, or disagrees with what it repeats from the circuit and the functions")
+    if written["digest"] != top.data["digest"]:
+        top.refuse("digest", "is of another manifest", expected=written["digest"], got=top.data["digest"])
 
 
 _ABSENT = object()

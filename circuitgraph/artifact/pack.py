@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +13,7 @@ from typing import Any
 from ..checkpoint.binding import DEFAULT_POSITIONS, BoundProgram, TensorRef
 from ..lower import argument_values
 from ..plan.ir import Plan
-from ..plan.text import CONTEXT_FOR_COST, format_plan
+from ..plan.text import CONTEXT_FOR_COST, format_plan, plan_records
 from ..target import Built
 from .manifest import Arg, Function, Manifest, Model, Target, WeightSpec, config_digest
 from .store import Artifact, write_artifact
@@ -43,6 +44,7 @@ def pack(
     library = f"lib/kernels-{digest}.so"
     files: dict[str, bytes | Path] = {library: built.library}
     files.update({f"plans/{plan.symbol}.txt": format_plan(plan).encode() for plan in plans})
+    files.update({f"plans/{plan.symbol}.json": json.dumps(plan_records(plan), indent=1).encode() for plan in plans})
     files.update({f"src/{symbol}.tir": text.encode() for symbol, text in scripts.items()})
     files.update({f"src/kernels.{kind}": text.encode() for kind, text in built.texts.items()})
     return write_artifact(out, make_manifest(bound, plans, target, options, library), files, overwrite=overwrite)
@@ -64,6 +66,7 @@ def make_manifest(
             config_digest=config_digest(bound.model.config.data),
             hidden_size=config["hidden_size"],
             vocab_size=config["vocab_size"],
+            target_digest=config_digest(bound.model.target.config.data) if bound.model.target is not None else "",
         ),
         functions={plan.symbol: _function(plan) for plan in plans},
         weights={

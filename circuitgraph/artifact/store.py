@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -45,6 +46,7 @@ def write_artifact(
     folder = Path(folder)
     check_output(folder, overwrite=overwrite)
     made: Path | None = None
+    parents = [parent for parent in folder.parents if not parent.exists()]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
@@ -64,6 +66,9 @@ def write_artifact(
     finally:
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
+        with contextlib.suppress(OSError):  # they are not empty when all went well
+            for parent in parents:
+                parent.rmdir()
     return Artifact(folder, manifest, folder)
 
 
@@ -169,10 +174,12 @@ def _read_zip(path: Path, to_run: bool) -> Artifact:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 with archive.open(name) as source, (folder / name).open("wb") as sink:
                     shutil.copyfileobj(source, sink)
-    except (zipfile.BadZipFile, KeyError, EOFError) as error:
-        raise ArtifactError(Fault(f"is not a readable artifact zip: {error}", where=str(path), hint=hint)) from error
+    except ArtifactError:
+        raise
     except OSError as error:
         raise ArtifactError(Fault(f"could not be unpacked: {error}", where=str(path))) from error
+    except Exception as error:  # zipfile lets through what its decompressors raise, and more
+        raise ArtifactError(Fault(f"is not a readable artifact zip: {error}", where=str(path), hint=hint)) from error
     return _verified(Artifact(folder, manifest, path, temporary), to_run)
 
 

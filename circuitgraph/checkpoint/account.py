@@ -14,7 +14,7 @@ from typing import Any
 from ..circuit.ir import Circuit, Weight
 from ..circuit.types import FLOAT_DTYPES
 from ..errors import CheckpointError, Fault, did_you_mean
-from .config import ModelConfig
+from .config import ModelConfig, find_value
 from .family import Family, layers_found
 from .files import TensorFiles, TensorInfo
 from .model import Model
@@ -161,8 +161,7 @@ class Account:
     def _target_ties(self) -> bool:
         if self.model.target is None:
             return self.config.values["tie_word_embeddings"]
-        raw = self.model.target.config
-        return bool(raw.get("text_config.tie_word_embeddings") or raw.get("tie_word_embeddings"))
+        return bool(find_value(self.model.target.config, "text_config", "tie_word_embeddings"))
 
     def _made(self, weight: Weight, name: str, source: str, status: str) -> TensorRef:
         return TensorRef(name, source, status, self.made_dtypes[source], weight.type.shape)  # type: ignore[arg-type]

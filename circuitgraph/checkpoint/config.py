@@ -51,7 +51,7 @@ class ModelConfig:
 
     def find(self, key: str) -> Any:
         """A key of the section, else of the whole file; None where absent or null."""
-        return _find(self.raw, self.section, key)
+        return find_value(self.raw, self.section, key)
 
 
 def read_raw(source: str | Path | Mapping[str, Any] | RawConfig) -> RawConfig:
@@ -119,7 +119,8 @@ def read_config(source: str | Path | Mapping[str, Any] | RawConfig, sections: Se
     return ModelConfig(raw, section, values, rope)
 
 
-def _find(raw: RawConfig, section: str, key: str) -> Any:
+def find_value(raw: RawConfig, section: str, key: str) -> Any:
+    """A key of a section, else of the whole file: the one rule for keys that may stand in both. None where absent or null."""
     value = raw.get(f"{section}.{key}") if section else None
     return raw.get(key) if value is None else value
 
@@ -140,7 +141,7 @@ class _Reader:
         return f"{self.section}.{key}" if self.section else key
 
     def get(self, key: str) -> Any:
-        return _find(self.raw, self.section, key)
+        return find_value(self.raw, self.section, key)
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self.get(key)

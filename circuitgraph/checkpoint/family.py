@@ -98,7 +98,8 @@ class Family:
         faults = []
         for key, accepted in self.file.supports.items():
             value = config.find(key)
-            if value is not None and value not in accepted:
+            values = value if isinstance(value, list) else [value]
+            if value is not None and any(item not in accepted for item in values):
                 faults.append(
                     Fault(
                         f"family '{self.name}' does not model this setting",

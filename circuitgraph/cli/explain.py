@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from .common import out, parse_switches, print_json
-from .options import AsJson, Entry, Family, Model, ProgramOrArtifact, ScheduleFile, Switches, Target, Width
+from .options import AsJson, Entry, Family, Model, PlanTarget, ProgramOrArtifact, ScheduleFile, Switches, Width
 
 
 def explain(
@@ -19,7 +19,7 @@ def explain(
     family: Family = None,
     model: Model = None,
     switches: Switches = None,
-    target: Target = "cpu",
+    target: PlanTarget = None,
     schedule: ScheduleFile = None,
     context: Annotated[int, typer.Option("--context", min=0, help="Cache rows a sequence that costs assume.")] = 1024,
     as_json: AsJson = False,
@@ -28,7 +28,8 @@ def explain(
 
     \b
     circuitgraph explain mtp_dense --width 4
-    circuitgraph explain drafter.cg --entry context --width 64 --schedule my_cpu.yaml
+    circuitgraph explain mtp_dense --entry context --width 64 --schedule my_cpu.yaml
+    circuitgraph explain drafter.cg --width 4             as it was compiled
     """
     chosen = parse_switches(switches or [])
 

@@ -49,6 +49,9 @@ TargetModel = Annotated[
     ),
 ]
 Target = Annotated[str, typer.Option("--target", help="'cpu' is this machine's processor; 'cpu:MCPU' another, by LLVM's name.")]
+PlanTarget = Annotated[
+    str | None, typer.Option("--target", help="As in 'compile'; 'cpu' when left out. An artifact has its own.")
+]
 Family = Annotated[
     str | None,
     typer.Option("--family", help="How checkpoints are read; otherwise recognised from the model's config."),

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .common import parse_switches, print_json
-from .options import AsJson, Entry, Family, Model, ProgramOrArtifact, ScheduleFile, Switches, Target, TextStage, Width
+from .options import AsJson, Entry, Family, Model, PlanTarget, ProgramOrArtifact, ScheduleFile, Switches, TextStage, Width
 
 
 def show(
@@ -18,7 +18,7 @@ def show(
     family: Family = None,
     model: Model = None,
     switches: Switches = None,
-    target: Target = "cpu",
+    target: PlanTarget = None,
     schedule: ScheduleFile = None,
     as_json: AsJson = False,
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import field, fields
 from typing import Any, ClassVar, Protocol
 
 from ..errors import Fault, ScheduleError, did_you_mean
@@ -15,7 +15,11 @@ class Environment(Protocol):
     plan: Plan
 
     def buffer(self, name: str) -> Any:
-        """The TIR buffer of a value, weight, table, state part (`kv.k`) or this group's scratch."""
+        """The TIR buffer of a value, weight, table or state part (`kv.k`), by its name in the circuit and no other."""
+        ...
+
+    def scratch(self, name: str) -> Any:
+        """The buffer that this group's kernel asked for as `Scratch.own(name, ...)`; values may have the same name."""
         ...
 
 
@@ -41,6 +45,11 @@ class Kernel:
         raise NotImplementedError
 
 
+def within(default: int, least: int, most: int) -> Any:
+    """A field of `Params` with its bounds, which `make_params` checks."""
+    return field(default=default, metadata={"least": least, "most": most})
+
+
 KERNELS: dict[str, type[Kernel]] = {}
 
 
@@ -56,9 +65,9 @@ def make_params(template: type[Kernel], given: dict[str, Any], where: Any) -> An
     """Schedule parameters as the template's dataclass.
 
     Raises:
-        ScheduleError: an unknown name or a value of another kind.
+        ScheduleError: an unknown name, a value of another kind, or a number out of bounds.
     """
-    known = {field.name: field for field in fields(template.Params)}
+    known = {item.name: item for item in fields(template.Params)}
     faults = []
     for name, value in given.items():
         if name not in known:
@@ -66,6 +75,9 @@ def make_params(template: type[Kernel], given: dict[str, Any], where: Any) -> An
         elif type(value) is not type(known[name].default):
             expected = type(known[name].default).__name__
             faults.append(Fault(f"parameter '{name}' has the wrong kind", where=where, expected=expected, got=repr(value)))
+        elif (bounds := known[name].metadata) and not bounds["least"] <= value <= bounds["most"]:
+            expected = f"{bounds['least']} to {bounds['most']}"
+            faults.append(Fault(f"parameter '{name}' is out of bounds", where=where, expected=expected, got=repr(value)))
     if faults:
         raise ScheduleError(faults)
     return template.Params(**given)

@@ -107,6 +107,10 @@ def _expression(node: ast.expr, where: Location) -> Expression:
     if isinstance(node, ast.Call):
         if any(isinstance(arg, ast.Starred) for arg in node.args) or any(key.arg is None for key in node.keywords):
             raise ProgramError(Fault("'*' arguments are not part of the language", where=where))
+        names = [str(key.arg) for key in node.keywords]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ProgramError(Fault(f"argument '{twice}' is given twice: {ast.unparse(node)!r}", where=where))
         args = tuple(_expression(arg, where) for arg in node.args)
         kwargs = tuple((str(key.arg), _expression(key.value, where)) for key in node.keywords)
         return Call(_dotted(node.func, where), args, kwargs)

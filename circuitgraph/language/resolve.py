@@ -405,7 +405,11 @@ class _Resolver:
                 hint = did_you_mean(name, [*names, "weights"])
                 self._fault(f"block '{block.file.block}' has no argument '{name}'", at.where, subject=at.targets[0], hint=hint)
                 raise _Refused
-        given.update(zip(names, call.args, strict=False))
+        placed = dict(zip(names, call.args, strict=False))
+        for name in placed.keys() & given.keys():
+            self._fault(f"block '{block.file.block}' gets argument '{name}' twice", at.where, subject=at.targets[0])
+            raise _Refused
+        given.update(placed)
         missing = [name for name in names if name not in given]
         if missing or len(call.args) > len(names):
             expected = f"({', '.join(names)}, weights=...)"
@@ -534,6 +538,10 @@ class _Resolver:
     def _effects(self, scope: dict[str, Any]) -> tuple[tuple[str, str], ...]:
         """The last version of each state: what its name is bound to at the end, unless `effects:` says otherwise."""
         effects = []
+        for name in self.file.effects:
+            if name not in self.file.state:
+                hint = did_you_mean(name, self.file.state)
+                self._fault(f"no state '{name}'", self.program.places["effects", name], hint=hint or "The program has no state.")
         for state in self.file.state:
             where = self.program.places["effects", state]
             try:

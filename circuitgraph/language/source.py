@@ -35,6 +35,20 @@ class Places:
         return Location(self.file)
 
 
+class _NotPlain(yaml.MarkedYAMLError):
+    """YAML that says more than plain data, or values that are none."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Without anchors and aliases: a document is a tree, and each value stands where it is written."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            raise _NotPlain(problem="anchors and aliases are not part of the language", problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
+
+
 def display_path(path: Path) -> str:
     """Path as messages and artifacts show it: shipped files by their folder, others as given."""
     for package in ("programs", "schedules"):
@@ -48,7 +62,7 @@ def read_yaml(path: Path, schema: type[Model], error: type[CircuitgraphError] = 
     """Read `path`, validate it as `schema`.
 
     Raises:
-        error: unreadable file, YAML syntax, a duplicate key, or schema violations (all of them together).
+        error: unreadable file, YAML syntax, an anchor or alias, a duplicate key, or schema violations (all of them together).
     """
     file = display_path(path)
     try:
@@ -57,12 +71,20 @@ def read_yaml(path: Path, schema: type[Model], error: type[CircuitgraphError] = 
         raise error(Fault(f"cannot read the file: {reason}", where=file)) from None
     marks: dict[Key, yaml.Mark] = {}
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=_Loader)
         data = _plain(root, (), marks, file, error)
     except yaml.MarkedYAMLError as problem:
         mark = problem.problem_mark or problem.context_mark
         where = Location(file, mark.line + 1, mark.column + 1) if mark else Location(file)
-        raise error(Fault(f"not valid YAML: {problem.problem}", where=where)) from None
+        message = problem.problem if isinstance(problem, _NotPlain) else f"not valid YAML: {problem.problem}"
+        raise error(Fault(str(message), where=where)) from None
+    except yaml.reader.ReaderError as problem:
+        where = Location(file, text.count("\n", 0, problem.position) + 1)
+        raise error(Fault(f"not valid YAML: {problem.reason}", where=where, got=f"#x{ord(text[problem.position]):04x}")) from None
+    except yaml.YAMLError as problem:
+        raise error(Fault(f"not valid YAML: {problem}", where=file)) from None
+    except RecursionError:
+        raise error(Fault("the file is nested too deeply", where=file)) from None
     places = Places(file, marks)
     try:
         return schema.model_validate(data if data is not None else {}), places
@@ -77,6 +99,8 @@ def _plain(node: yaml.Node | None, key: Key, marks: dict[Key, yaml.Mark], file: 
     if isinstance(node, yaml.MappingNode):
         result: dict[Any, Any] = {}
         for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _NotPlain(problem="a key is a name, not a list or a mapping", problem_mark=key_node.start_mark)
             name = _scalar(key_node)
             if name in result:
                 where = Location(file, key_node.start_mark.line + 1)
@@ -90,7 +114,10 @@ def _plain(node: yaml.Node | None, key: Key, marks: dict[Key, yaml.Mark], file: 
 
 
 def _scalar(node: yaml.Node) -> Any:
-    return yaml.SafeLoader("").construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+    try:
+        return yaml.SafeLoader("").construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+    except (ValueError, TypeError, KeyError) as problem:  # a date of month 13, say
+        raise _NotPlain(problem=f"cannot read the value: {problem}", problem_mark=node.start_mark) from None
 
 
 def _schema_faults(problem: ValidationError, places: Places, schema: type[BaseModel]) -> list[Fault]:

@@ -15,7 +15,10 @@ import torch
 
 from ..artifact.manifest import Function, Manifest
 from ..artifact.store import read_artifact
-from ..circuit.narrow import slice_entry
+from ..circuit.narrow import slice_entry, specialize
+from ..circuit.types import StateType
+from ..errors import ArtifactError, Fault, did_you_mean
+from ..ops import TABLE, Cost
 from ..plan.text import CONTEXT_FOR_COST
 from ..runtime.compiled import CompiledRunner, open_library
 from .cases import Case, Span, make_case
@@ -101,20 +104,16 @@ def bench(
         observer: called with (program, programs done, programs in all).
 
     Raises:
-        CircuitgraphError: the artifact or its weights do not load.
+        CircuitgraphError: the artifact or its weights do not load, or it has no such entry or width.
     """
     before = torch.get_num_threads()
     try:
         if threads:
             torch.set_num_threads(threads)
         opened = read_artifact(artifact)
+        functions = _chosen(opened.manifest, str(artifact), entries, widths)
         bound = bind_where_recorded(opened, model=model, target_model=target_model, weights=weights)
         runner = CompiledRunner(opened.manifest, open_library(opened, threads=threads), bound)
-        functions = [
-            function
-            for function in sorted(opened.manifest.functions.values(), key=lambda function: (function.entry, function.rows))
-            if (entries is None or function.entry in entries) and (widths is None or function.rows in widths)
-        ]
         probe, rows = ReadProbe(), []
         measured = []
         for done, function in enumerate(functions):
@@ -135,6 +134,31 @@ def bench(
         )
     finally:
         torch.set_num_threads(before)
+
+
+def _chosen(manifest: Manifest, where: str, entries: Sequence[str] | None, widths: Sequence[int] | None) -> list[Function]:
+    """The functions to time. Raises ArtifactError for an entry or a width that none of them has."""
+    functions = sorted(manifest.functions.values(), key=lambda function: (function.entry, function.rows))
+    known = {function.entry for function in functions}
+    faults = [
+        Fault(f"has no entry '{entry}'", where=where, hint=did_you_mean(entry, known))
+        for entry in entries or ()
+        if entry not in known
+    ]
+    chosen = [function for function in functions if entries is None or function.entry in entries]
+    compiled = {function.rows for function in chosen}
+    if chosen:
+        faults += [
+            Fault(f"has no program for {rows} rows", where=where, hint=f"Compiled: {', '.join(map(str, sorted(compiled)))}.")
+            for rows in widths or ()
+            if rows not in compiled
+        ]
+    chosen = [function for function in chosen if widths is None or function.rows in widths]
+    if not chosen and not faults:
+        faults.append(Fault("nothing to measure: no entry or no width was asked for", where=where))
+    if faults:
+        raise ArtifactError(faults)
+    return chosen
 
 
 def _measure(
@@ -188,22 +212,29 @@ def _weight_bytes(runner: CompiledRunner) -> int:
 def _row(manifest: Manifest, function: Function, times: Mapping[str, list[float]], context: int, ceiling: float) -> BenchRow:
     medians = {name: statistics.median(values) for name, values in times.items()}
     ours = medians.pop(OURS)
-    moved = function.cost_bytes - _attention_bytes(manifest, function) * (CONTEXT_FOR_COST - context)
+    cost = cost_at(manifest, function, context)
     return BenchRow(
         entry=function.entry,
         rows=function.rows,
         seconds=ours,
-        bytes=moved,
-        flops=function.cost_flops,
-        bytes_per_second=moved / ours,
-        fraction=moved / ours / ceiling,
+        bytes=cost.bytes,
+        flops=cost.flops,
+        bytes_per_second=cost.bytes / ours,
+        fraction=cost.bytes / ours / ceiling,
         rounds=len(times[OURS]),
         peers=medians,
     )
 
 
-def _attention_bytes(manifest: Manifest, function: Function) -> int:
-    """Cache bytes that the program reads for each row of context: the manifest's cost assumes CONTEXT_FOR_COST of them."""
-    circuit = slice_entry(manifest.circuit, function.entry)
-    nodes = sum(node.op == "attention" for node in circuit.nodes)
-    return sum(state.bytes_per_row() // state.layers for state in circuit.states) * nodes * function.rows
+def cost_at(manifest: Manifest, function: Function, context: int) -> Cost:
+    """Bytes and FLOPs of one call with `context` cache rows a sequence: the manifest's are of CONTEXT_FOR_COST."""
+    circuit = specialize(slice_entry(manifest.circuit, function.entry), function.rows)
+    moved, flops = function.cost_bytes, function.cost_flops
+    for node in circuit.nodes:
+        if node.op == "attention":
+            ins, outs = [circuit.types[name] for name in node.inputs], [value.type for value in node.outputs]
+            state = next(state for state in circuit.states if StateType(state.name) in ins)
+            moved += state.bytes_per_row() // state.layers * function.rows * (context - CONTEXT_FOR_COST)
+            here, there = (TABLE[node.op].cost(ins, outs, node.attr, rows).flops for rows in (context, CONTEXT_FOR_COST))
+            flops += here - there
+    return Cost(moved, flops)

@@ -33,7 +33,7 @@ def call_function(
             tensor = _poisoned([int(dim) for dim in arg.shape], arg.dtype)
             if arg.role == "output":
                 outputs[arg.name] = tensor
-        elif arg.role in ("state", "addressing"):
+        elif arg.role == "state":
             state, _, part = arg.name.rpartition(".")
             tensor = getattr(caches[state], part)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ..circuit.ir import Circuit, Node
 from ..circuit.types import StateType, TensorType
@@ -48,10 +48,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Memory that a kernel needs while it runs."""
+    """Memory that a kernel needs while it runs: for a value inside its group, or under a name of its own (`own`)."""
+
+    OWN: ClassVar[str] = "#"
+    """Begins names of a kernel's own, which no value's name does."""
 
     name: str
     type: TensorType
+
+    @staticmethod
+    def own(name: str, type: TensorType) -> Scratch:
+        """What `Environment.scratch(name)` finds."""
+        return Scratch(f"{Scratch.OWN}{name}", type)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,9 @@ def load_schedule(target: str, path: Path | None = None) -> tuple[Rule, ...]:
     Raises:
         ScheduleError: the file does not load, or names a kernel, pattern or parameter that does not exist.
     """
+    if path is not None and not path.is_file():
+        problem = "is no file" if path.exists() else "the file does not exist"
+        raise ScheduleError(Fault(problem, where=str(path), hint="Give the path of a schedule's .yaml file."))
     path = path or SCHEDULES / f"{target}.yaml"
     if not path.is_file():
         known = [file.stem for file in SCHEDULES.glob("*.yaml")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 from ..circuit.text import format_node
 from .ir import Plan
@@ -29,6 +30,32 @@ def format_groups(plan: Plan) -> str:
         if crossing:
             lines.append(f"    makes    {', '.join(crossing)}")
     return "\n".join(lines) + "\n"
+
+
+def plan_records(plan: Plan) -> list[dict[str, Any]]:
+    """Why each group got its kernel, as plain data: what `explain` tells, of a program or of an artifact.
+
+    `bytes` and `flops` are those without context; each cache row of every sequence adds `bytes_per_row`, `flops_per_row`.
+    """
+    records = []
+    for group, choice in zip(plan.groups, plan.choices, strict=True):
+        alone, with_row = plan.cost(group, 0), plan.cost(group, 1)
+        records.append(
+            {
+                "group": group.name,
+                "pattern": group.pattern,
+                "nodes": [f"{node.name} = {node.op}" for node in group.nodes],
+                "rule": choice.rule,
+                "kernel": choice.kernel,
+                "params": dict(choice.params),
+                "refusals": [list(refusal) for refusal in choice.refusals],
+                "bytes": alone.bytes,
+                "flops": alone.flops,
+                "bytes_per_row": with_row.bytes - alone.bytes,
+                "flops_per_row": with_row.flops - alone.flops,
+            }
+        )
+    return records
 
 
 def format_plan(plan: Plan) -> str:

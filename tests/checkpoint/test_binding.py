@@ -401,3 +401,29 @@ def test_a_serving_box_needs_none_of_the_compilers_packages() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ran.stdout.split("\n")[:2] == ["1", "torch.Size([3, 4])"], ran.stderr
+
+
+def test_a_sliding_window_is_not_modelled() -> None:
+    layers = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}
+    assert refusal(lambda: bind("auto", model=edited("mimo_mtp", config=layers))) == (
+        "m/config.json: layer_types: family 'mimo_mtp' does not model this setting; expected 'full_attention'; "
+        "got ['full_attention', 'sliding_attention']. Program 'mtp_dense' would compute something else."
+    )
+    plain = default_config("llama_mtp")
+    for window in ({"use_sliding_window": True}, {"layer_types": ["sliding_attention"]}):
+        with pytest.raises(CheckpointError, match="does not model this setting"):
+            load_circuit("mtp_dense", config={**plain, "sliding_window": 64, **window})
+    load_circuit(
+        "mtp_dense", config={**plain, "sliding_window": 64, "use_sliding_window": False, "layer_types": ["full_attention"]}
+    )
+
+
+@pytest.mark.parametrize("with_target", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_nested_section_says_whether_embeddings_are_tied(with_target: bool, nested: bool) -> None:
+    model = edited("qwen3_5_mtp", lambda tensors: tensors.update({"lm_head.weight": torch.zeros(512, 64)}))
+    config = json.loads(Path("m/config.json").read_text())
+    config["text_config"]["tie_word_embeddings"], config["tie_word_embeddings"] = nested, not nested
+    Path("m/config.json").write_text(json.dumps(config))
+    bound = bind("auto", model=model, target_model=model if with_target else None)
+    assert bound.tensors["lm_head"].status == ("tied" if nested else "borrowed")

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 import circuitgraph
+from circuitgraph.plan.schedule import SCHEDULES
 
 
 def test_programs(run):
@@ -104,3 +105,92 @@ def test_bench(run, artifact):
     assert report["read_bandwidth"] > 0
     assert report["machine"]["versions"]["circuitgraph"] == circuitgraph.__version__
     assert "draft 1" in run("bench", artifact, "--no-peers", "--seconds", "0.01", "--entry", "draft", "--widths", "1").stdout
+
+
+def test_bench_counts_bytes_and_flops_for_the_same_context(artifact):
+    from circuitgraph.artifact import read_artifact
+    from circuitgraph.measure.bench import cost_at
+
+    manifest = read_artifact(artifact).manifest
+    for context in (0, 20, 1024):
+        told = circuitgraph.explain(artifact, width=3, context=context)
+        cost = cost_at(manifest, manifest.functions["draft_3"], context)
+        assert (cost.bytes, cost.flops) == (sum(record.bytes for record in told), sum(record.flops for record in told))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--entry", "drfat"], "has no entry 'drfat'. Did you mean 'draft'?"),
+        (["--entry", "draft", "--widths", "1,2"], "has no program for 2 rows. Compiled: 1, 3."),
+        (["--entry", "context", "--widths", "1"], "has no program for 1 rows. Compiled: 4."),
+    ],
+)
+def test_bench_refuses_what_the_artifact_lacks(run, artifact, options, message):
+    result = run("bench", artifact, "--no-peers", "--seconds", "0.01", *options)
+    assert result.exit_code == 1
+    assert message in result.stderr
+
+
+def test_bench_of_nothing_is_refused(artifact):
+    from circuitgraph.errors import ArtifactError
+
+    for nothing in ({"entries": []}, {"widths": []}):
+        with pytest.raises(ArtifactError, match="nothing to measure"):
+            circuitgraph.bench(artifact, peers=False, **nothing)
+
+
+def test_explain_of_an_artifact_tells_what_was_compiled(run, config_file, tmp_path):
+    """Not what the shipped schedule would choose now."""
+    schedule = tmp_path / "mine.yaml"
+    shipped = (SCHEDULES / "cpu.yaml").read_text()
+    assert "name: skinny projections" in shipped
+    schedule.write_text(shipped.replace("name: skinny projections", "name: my projections"))
+    out = tmp_path / "mine.cg"
+    circuitgraph.compile("auto", model=config_file, out=out, widths=(1,), entries=["draft"], schedule_file=schedule)
+    assert "by rule 'my projections'" in run("explain", out).stdout
+    told = circuitgraph.explain(out, context=77)
+    assert told == circuitgraph.explain("mtp_dense", model=config_file, schedule_file=schedule, context=77)
+    result = run("explain", out, "--width", "4")
+    assert result.exit_code == 1
+    assert "has no program 'draft_4'" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["explain", "show"])
+@pytest.mark.parametrize(
+    "options",
+    [["--family", "llama_mtp"], ["--model", "x"], ["--set", "norm=plain"], ["--schedule", "x.yaml"], ["--target", "cpu"]],
+)
+def test_an_artifact_has_decided_these(run, artifact, command, options):
+    result = run(command, artifact, *options)
+    assert result.exit_code == 1
+    assert "was decided when the artifact was compiled" in result.stderr
+
+
+DEAD = """\
+program: dead
+inputs:
+  hidden: act[n, 8]
+body:
+  - a = silu(hidden)
+  - b = silu(hidden)
+outputs: {y: a}
+entries:
+  draft: {outputs: [y]}
+"""
+
+
+@pytest.mark.parametrize("stage", ["check", "plan"])
+def test_show_checks_as_compile_does(run, tmp_path, stage, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dead.yaml").write_text(DEAD)
+    result = run("show", "dead.yaml", "--stage", stage)
+    assert result.exit_code == 1
+    assert "dead.yaml:6: b: nothing uses this value" in result.stderr
+
+
+def test_a_schedule_that_is_not_there(run, tmp_path):
+    result = run("show", "mtp_dense", "--schedule", tmp_path / "nope.yaml")
+    assert result.exit_code == 1
+    assert f"{tmp_path / 'nope.yaml'}: the file does not exist" in result.stderr
+    assert "is no file" in run("show", "mtp_dense", "--schedule", tmp_path).stderr

@@ -50,3 +50,10 @@ def test_switches():
 def test_refused_switches(items):
     with pytest.raises(typer.BadParameter):
         parse_switches(items)
+
+
+def test_the_most_rows_are_the_compilers():
+    from circuitgraph.cli.common import MAX_WIDTH
+    from circuitgraph.pipeline import MAX_ROWS
+
+    assert MAX_WIDTH == MAX_ROWS

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
+import circuitgraph
+from circuitgraph.artifact import read_artifact
 from circuitgraph.measure import verify as module
+from circuitgraph.measure.weights import bind_where_recorded
 
 CALL = module.call_function
 
@@ -68,4 +72,37 @@ def test_a_control_that_sees_nothing_fails(run, artifact, monkeypatch):
     assert result.exit_code == 1
     report = json.loads(result.stdout)
     assert all(check["passed"] for check in report["checks"])
-    assert not any(control["passed"] for control in report["controls"])
+    assert report["controls"] == []
+
+
+def _controls(config_file, tmp_path, change):
+    """Verify with some weights changed."""
+    out = tmp_path / "head.cg"
+    circuitgraph.compile("auto", model=config_file, out=out, widths=(1,), entries=["draft"])
+    weights = bind_where_recorded(read_artifact(out), model=None, target_model=None, weights=None)
+    return module.verify(out, weights={**weights, **change(weights)})
+
+
+def test_a_weight_that_is_zero_is_perturbed_all_the_same(config_file, tmp_path):
+    report = _controls(config_file, tmp_path, lambda weights: {"layer.post_norm": torch.zeros_like(weights["layer.post_norm"])})
+    assert report.passed
+    assert "layer.post_norm" in {control.weight for control in report.controls}
+
+
+def test_a_weight_without_influence_is_passed_over(config_file, tmp_path):
+    report = _controls(config_file, tmp_path, lambda weights: {"enorm": torch.zeros_like(weights["enorm"])})
+    assert report.passed
+    assert len(report.controls) == module.CONTROL_WEIGHTS
+    assert "embed_tokens" not in {control.weight for control in report.controls}
+
+
+def test_a_program_that_ignores_its_weights_fails(config_file, tmp_path, monkeypatch):
+    """The reference moves and the program does not."""
+    out = tmp_path / "head.cg"
+    circuitgraph.compile("auto", model=config_file, out=out, widths=(1,), entries=["draft"])
+    right = bind_where_recorded(read_artifact(out), model=None, target_model=None, weights=None)
+    monkeypatch.setattr(module, "call_function", lambda *args, weights, **others: CALL(*args, weights=right, **others))
+    report = module.verify(out)
+    assert not report.passed
+    assert len(report.controls) == module.CONTROL_WEIGHTS
+    assert not any(control.passed for control in report.controls)

@@ -1,12 +1,19 @@
 """The built library: other vector widths and CPUs, and life in processes with and without torch and TVM."""
 
 import ctypes
+import errno
+import platform
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 import torch
 
+from circuitgraph.artifact import machine_features
+from circuitgraph.errors import BuildError, Location, ScheduleError
+from circuitgraph.kernels import register_kernels
+from circuitgraph.kernels.base import KERNELS, make_params
 from circuitgraph.kernels.cpu import attention, build, linear, rows, top1
 from circuitgraph.kernels.cpu import vector as v
 from tests.kernels.cpu_harness import assert_close, compile_cases, declare, poisoned, random
@@ -136,6 +143,93 @@ def test_wrong_arguments_are_refused(path):
         library["linear"](torch.zeros(5, 77).double(), torch.zeros(300, 77), torch.zeros(5, 300))
 
 
-def test_a_missing_compiler_is_named(tmp_path):
-    with pytest.raises(build.BuildError, match="/nowhere/g"):
-        compile_cases({"linear": emit_linear}, tmp_path, compiler="/nowhere/g++")
+def test_a_missing_compiler_is_named(tmp_path, monkeypatch):
+    with pytest.raises(BuildError, match="/nowhere/gcc: the C compiler does not start"):
+        compile_cases({"linear": emit_linear}, tmp_path, compiler="/nowhere/gcc")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(BuildError, match=r"no C compiler found; expected gcc, cc or clang on PATH. Install gcc"):
+        build.find_compiler()
+    monkeypatch.setenv("CC", "ccache gcc")
+    assert build.find_compiler() == "ccache gcc"
+
+
+def test_a_failing_compiler_is_quoted(tmp_path):
+    with pytest.raises(BuildError, match=r"(?s)fails with status 1.*no-such-option"):
+        compile_cases({"linear": emit_linear}, tmp_path, compiler="gcc --no-such-option")
+
+
+def test_a_disk_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path))
+
+    monkeypatch.setattr(build.tempfile, "TemporaryDirectory", full)
+    with pytest.raises(BuildError, match=r"cannot be written.*No space left") as caught:
+        compile_cases({"linear": emit_linear}, tmp_path)
+    assert caught.value.faults[0].where == str(tmp_path)
+
+
+def test_plain_gcc_builds(path):
+    """`gcc` without g++ is what the README promises: nothing needs the C++ runtime."""
+    needed = subprocess.run(["readelf", "-d", str(path)], capture_output=True, text=True, check=True).stdout
+    assert "libstdc++" not in needed
+    assert "libgcc_s" not in needed
+
+
+@pytest.mark.parametrize(("mcpu", "says"), [("nonsense", "no target 'cpu:nonsense'"), ("znver33", "Did you mean 'znver3'"),
+                                            ("avx51", "Did you mean 'avx512'"), ("i486", "expected a 64-bit CPU")])  # fmt: skip
+def test_unknown_cpus_are_refused(mcpu, says):
+    if platform.machine() != "x86_64":
+        pytest.skip("names of x86 CPUs")
+    with pytest.raises(BuildError, match=says):
+        build.cpu_target(mcpu)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86")
+def test_every_instruction_set_is_recorded_by_its_kernel_name():
+    flags = build.cpu_flags(build.cpu_target("sapphirerapids"))
+    assert {"avx512_fp16", "avx512_bf16", "avx512vbmi", "avx512_vnni", "bmi1", "bmi2", "movbe", "abm", "sse4.2"} <= set(flags)
+    newest = build.cpu_target("diamondrapids")
+    assert not build._llvm_features(newest) & set(build._UNCHECKED)
+    assert build.vector_lanes(newest) == 16
+    assert set(build.cpu_flags(build.cpu_target())) <= machine_features()
+    assert set(build.cpu_flags(build.cpu_target("portable"))) <= machine_features()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86")
+def test_what_a_virtual_machine_hides_is_not_used(monkeypatch):
+    monkeypatch.setattr(build, "host_cpu", lambda: "sapphirerapids")
+    shown = frozenset(build.cpu_flags(build.cpu_target("avx2"))) - {"movbe"}
+    monkeypatch.setattr(build, "machine_features", lambda: shown)
+    target = build.cpu_target()
+    assert set(build.cpu_flags(target)) <= shown
+    assert build.vector_lanes(target) == 8
+    assert "movbe" in build.cpu_features(build.cpu_target("sapphirerapids"))  # for another machine, nothing is dropped
+
+
+@pytest.mark.parametrize(
+    ("kernel", "given"),
+    [
+        ("cpu.linear", {"block": 0}),
+        ("cpu.linear", {"block": -1}),
+        ("cpu.linear", {"tile_columns": -1}),
+        ("cpu.linear", {"unroll": 10**9}),
+        ("cpu.attention", {"splits": -1}),
+        ("cpu.attention", {"split_rows": 0}),
+        ("cpu.linear_top1", {"task_columns": 0}),
+        ("cpu.linear_top1", {"block": 0}),
+    ],
+)
+def test_parameters_out_of_bounds_are_refused(kernel, given):
+    register_kernels("cpu")
+    (name,) = given
+    with pytest.raises(ScheduleError, match=rf"cpu.yaml:7: parameter '{name}' is out of bounds; expected \d+ to \d+; got"):
+        make_params(KERNELS[kernel], given, Location("cpu.yaml", 7))
+
+
+def test_every_cpu_number_has_bounds():
+    register_kernels("cpu")
+    for template in KERNELS.values():
+        if template.name.startswith("cpu."):
+            assert make_params(template, {}, None) == template.Params()
+            assert all(item.metadata for item in fields(template.Params))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -116,6 +118,28 @@ def test_work_list_always_has_the_single_row_program():
         work_list(small_mtp(), ["drfat"], (1,), (4,))
     with pytest.raises(CircuitError, match="widths are positive"):
         work_list(small_mtp(), None, (0,), (4,))
+    assert work_list(small_mtp(), ["draft", "draft"], (1,), ()) == [("draft", 1)]
+
+
+@pytest.mark.parametrize(
+    ("entries", "widths", "context_rows", "message"),
+    [
+        ([], (1,), (4,), "there is no entry to compile"),
+        ("draft", (1,), (4,), "entries is a list of names; got 'draft'"),
+        (None, (1,), (), "context: needs context_rows"),
+        (["context"], (1,), (), "context: needs context_rows"),
+        (None, (1.5,), (4,), "widths are whole numbers; got 1.5"),
+        (None, ("2",), (4,), "widths are whole numbers; got '2'"),
+        (None, (True,), (4,), "widths are whole numbers; got True"),
+        (None, 4, (4,), "widths is a list of whole numbers; got 4"),
+        (None, "4", (4,), "widths is a list of whole numbers; got '4'"),
+        (None, (1,), (4, 1 << 20), "context_rows are positive and at most 1024; got 1048576"),
+    ],
+)
+def test_work_list_refuses(entries, widths, context_rows, message):
+    with pytest.raises(CircuitError) as refused:
+        work_list(small_mtp(), entries, widths, context_rows)
+    assert message in str(refused.value)
 
 
 def test_forms_are_frozen_and_hold_places():
@@ -139,3 +163,14 @@ def test_explain_and_plan_are_plans_of_the_same_thing():
     text = circuitgraph.stage_text("mtp_dense", family="llama_mtp", entry="draft", width=2, stage="plan")
     for record in circuitgraph.explain("mtp_dense", family="llama_mtp", entry="draft", width=2):
         assert f"{record.group} {record.pattern} -> {record.kernel}(" in text
+
+
+def test_a_plan_needs_no_tvm():
+    script = (
+        "import sys, circuitgraph\n"
+        "assert 'digest' in circuitgraph.stage_text('mtp_dense', stage='plan')\n"
+        "assert circuitgraph.explain('mtp_dense')\n"
+        "print([name for name in sys.modules if name.split('.')[0] == 'tvm'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import random
 import zipfile
 from dataclasses import replace
 
@@ -104,7 +105,7 @@ def test_an_interrupt_leaves_nothing(manifest, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(format=99), r"manifest.json: format: the artifact has another format version; expected 1; got 99"),
+        (lambda d: d.update(format=99), r"manifest.json: format: the artifact has another format version; expected 2; got 99"),
         (lambda d: d.pop("program"), r"program: is absent; expected str"),
         (lambda d: d.update(library=7), r"library: has the wrong type; expected str; got int"),
         (lambda d: d.update(extra=1), r"extra: has unknown keys"),
@@ -118,6 +119,11 @@ def test_an_interrupt_leaves_nothing(manifest, tmp_path, monkeypatch):
         (lambda d: d["files"].update({"../../etc/passwd": "0"}), r"is not a relative file name"),
         (lambda d: d["circuit"].pop("nodes"), r"circuit: is not a circuit"),
         (lambda d: d["entries"].update(draft=[1]), r"entries: has unknown keys, or disagrees"),
+        (lambda d: d["circuit"].update(dtypes=None), r"circuit: is not a circuit"),
+        (lambda d: d["circuit"]["nodes"][0].update(op="softmax"), r"digest: is of another manifest"),
+        (lambda d: d["circuit"]["weights"][0]["type"].update(shape=[1]), r"digest: is of another manifest"),
+        (lambda d: d.update(max_position=7), r"digest: is of another manifest"),
+        (lambda d: d.pop("digest"), r"digest: is absent"),
     ],
 )
 def test_a_manifest_that_does_not_hold_is_refused(artifact, tmp_path, change, message):
@@ -189,6 +195,66 @@ def test_zip(artifact, tmp_path):
     (tmp_path / "cut.zip").write_bytes((tmp_path / "one.zip").read_bytes()[:-30])
     with pytest.raises(ArtifactError, match="is not a readable artifact zip"):
         read_artifact(tmp_path / "cut.zip")
+
+
+def test_damaged_bytes_never_surprise(artifact, tmp_path):
+    """Any damage to a zip or a manifest: an ArtifactError, or the same artifact."""
+    pack_zip(tmp_path / "head", tmp_path / "head.zip")
+    rng = random.Random(0)
+    manifest = (tmp_path / "head" / MANIFEST).read_bytes()
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "lib").mkdir()
+    (tmp_path / "copy" / "plans").mkdir()
+    for name, content in FILES.items():
+        (tmp_path / "copy" / name).write_bytes(content)
+    refused = 0
+    for file, whole, opened in (
+        (tmp_path / "bad.zip", (tmp_path / "head.zip").read_bytes(), tmp_path / "bad.zip"),
+        (tmp_path / "copy" / MANIFEST, manifest, tmp_path / "copy"),
+    ):
+        places = [*range(80), *range(len(whole) - 400, len(whole))]  # a zip's headers, beside anywhere
+        for turn in range(120):
+            damaged = bytearray(whole)
+            for _ in range(rng.choice((1, 1, 3))):
+                damaged[rng.choice(places) if turn % 2 else rng.randrange(len(whole))] = rng.randrange(256)
+            file.write_bytes(damaged)
+            try:
+                again = read_artifact(opened)
+            except ArtifactError:
+                refused += 1
+                continue
+            assert again.manifest == artifact.manifest
+            assert again.library.read_bytes() == FILES["lib/kernels.so"]
+    assert refused > 150
+
+
+def test_edited_values_never_surprise(artifact):
+    """Any value of the manifest replaced by another one."""
+    rng, text = random.Random(1), artifact.manifest.to_text()
+    for _ in range(150):
+        place = data = json.loads(text)
+        while isinstance(place, dict | list) and place:
+            above, key = place, rng.choice(list(place) if isinstance(place, dict) else range(len(place)))
+            place = above[key]
+            if rng.random() < 0.2:
+                break
+        above[key] = rng.choice([None, True, -1, 0.5, "x", [], {}, [None], {"x": None}, 10**30])
+        try:
+            assert Manifest.from_text(json.dumps(data)) == artifact.manifest
+        except ArtifactError:
+            continue
+    with pytest.raises(ArtifactError, match="is not JSON"):
+        Manifest.from_text("[" * 100_000)
+
+
+def test_a_failure_leaves_no_parents(manifest, tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "_move_into_place", lambda *args: (_ for _ in ()).throw(OSError("full")))
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ArtifactError, match="full"):
+        write_artifact(tmp_path / "mine" / "a" / "b" / "head", manifest, FILES)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+    monkeypatch.undo()
+    assert write_artifact(tmp_path / "mine" / "a" / "b" / "head", manifest, FILES).library.is_file()
 
 
 def test_a_zip_that_cannot_be_written_is_not_left(artifact, tmp_path, monkeypatch):
@@ -297,10 +363,52 @@ def test_host_tensors_must_be_given(checkpoint, tmp_path):
     specs = dict(artifact.manifest.weights)
     specs["lm_head"] = replace(specs["lm_head"], source="host")
     hosted = write_artifact(tmp_path / "hosted", replace(artifact.manifest, weights=specs), FILES)
-    with pytest.raises(RuntimeUseError, match=r"lm_head: nothing provides it. Give the target's own tensor in weights="):
+    with pytest.raises(RuntimeUseError, match=r"lm_head: nothing provides it. Give target_model= \(--target-model\)"):
         bind_weights(hosted, model=folder)
     head = torch.zeros(131, 48)
     assert bind_weights(hosted, model=folder, weights={"lm_head": head})["lm_head"] is head
+
+
+@pytest.mark.parametrize("source", ["host", "target"])
+def test_the_targets_folder_provides_what_is_borrowed(checkpoint, tmp_path, source):
+    from safetensors.torch import save_file
+
+    folder, artifact = checkpoint
+    specs, config = dict(artifact.manifest.weights), {"hidden_size": 48, "name": "target"}
+    specs["lm_head"] = replace(specs["lm_head"], source=source, tensor="head.weight")
+    known = replace(artifact.manifest.model, target_digest=config_digest(config) if source == "target" else "")
+    borrowed = write_artifact(tmp_path / "borrowed", replace(artifact.manifest, weights=specs, model=known), FILES)
+    target, head = tmp_path / "target", torch.randn(131, 48)
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(config))
+    save_file({"head.weight": head}, target / "model.safetensors")
+    assert torch.equal(bind_weights(borrowed, model=folder, target_model=target)["lm_head"], head)
+    with pytest.raises(RuntimeUseError, match=r"lm_head: nothing provides it. Give target_model= \(--target-model\)"):
+        bind_weights(borrowed, model=folder)
+    save_file({"head.weight": head.bfloat16()}, target / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"head.weight: does not fit; expected f32\[131, 48\]"):
+        bind_weights(borrowed, model=folder, target_model=target)
+    specs["lm_head"] = replace(specs["lm_head"], stored="bf16")
+    converted = write_artifact(tmp_path / "converted", replace(borrowed.manifest, weights=specs), FILES)
+    assert bind_weights(converted, model=folder, target_model=target)["lm_head"].dtype == torch.float32
+    (target / "config.json").write_text(json.dumps({**config, "name": "another"}))
+    if source == "target":
+        with pytest.raises(
+            CheckpointError, match=r"target/config.json: is not the target that 'test' was compiled with; expected"
+        ):
+            bind_weights(converted, model=folder, target_model=target)
+
+
+@pytest.mark.parametrize("rows", [0, -1])
+def test_tables_need_a_row(checkpoint, rows):
+    folder, artifact = checkpoint
+    with pytest.raises(RuntimeUseError, match="max_position: needs room for a token"):
+        bind_weights(artifact, model=folder, max_position=rows)
+
+
+def test_a_device_of_another_kind_is_refused(artifact, tmp_path):
+    with pytest.raises(RuntimeUseError, match=r"device: was compiled for 'cpu'; got cuda"):
+        load(tmp_path / "head", weights=drafter().weights, device="cuda")
 
 
 def test_random_weights_are_the_same_for_a_seed(manifest, tmp_path):

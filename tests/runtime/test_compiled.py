@@ -11,6 +11,7 @@ import torch
 
 from circuitgraph.errors import ArtifactError, RuntimeUseError
 from circuitgraph.runtime import CompiledRunner
+from circuitgraph.runtime import compiled as compiled_module
 from circuitgraph.runtime.cover import cover
 from tests.runtime.helpers import InterpretedLibrary, Script, drafter, manifest_of, oracle, proposer_of
 from tests.runtime.test_proposer import accept, prefilled
@@ -185,6 +186,8 @@ def test_weights_are_borrowed_and_can_be_replaced():
         ("fc", torch.zeros(96, 48).T, r"got strided f32\[48, 96\]"),
         ("fcc", torch.zeros(1), r"fcc: is not a weight of this program. Did you mean 'fc'\?"),
         ("rope.cos", torch.zeros(9, 5), r"rope.cos: does not fit"),
+        ("rope.cos", torch.tensor(1.0), r"rope.cos: does not fit; expected contiguous f32\[rows, 4\]"),
+        ("rope.sin", torch.zeros(9, 4), r"rope: cos and sin differ in length; got 96 rows of cos, 9 of sin"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(name, tensor, message):
@@ -217,6 +220,8 @@ def test_bad_rows_are_refused_before_anything_is_launched():
         "kv.slot: out of range": {"kv": {"kv": replace(cache, slot=ints(100_000))}},
         "kv.seq: out of range": {"kv": {"kv": replace(cache, seq=ints(1))}},
         "kv.length: out of range": {"kv": {"kv": replace(cache, length=ints(999))}},
+        "kv.table: out of range; expected 0..63; got 64": {"kv": {"kv": replace(cache, table=ints(64)[None])}},
+        "kv.table: out of range; .*got -1": {"kv": {"kv": replace(cache, table=ints(-1)[None])}},
         "kv.start: does not fit": {"kv": {"kv": replace(cache, start=ints(0, 0))}},
         "kv: storage does not fit": {"kv": {"kv": replace(cache, k=cache.k.double())}},
     }
@@ -228,6 +233,21 @@ def test_bad_rows_are_refused_before_anything_is_launched():
     runner.draft(**good)
     with pytest.raises(RuntimeUseError, match="position: out of range"):
         runner.chain(3, ints(1), script.hiddens[:1], ints(94), caches, torch.zeros(3, 1, dtype=torch.int32))
+    for each in (runner, drafter()):
+        later = {"kv": replace(cache, table=ints(*cache.table[0].tolist(), 64)[None])}
+        for kv, steps, message in (
+            (caches, 9, "kv: the chain outgrows the table; expected at most 8 rows of a sequence; got 9"),
+            (later, 9, "kv.table: out of range"),
+            (later, 2, None),  # what is beyond the last row is never read
+        ):
+            slots = torch.zeros(steps, 1, dtype=torch.int32)
+            if message is None:
+                each.chain(steps, ints(1), script.hiddens[:1], ints(1), kv, slots)
+                continue
+            with pytest.raises(RuntimeUseError, match=message):
+                each.chain(steps, ints(1), script.hiddens[:1], ints(1), kv, slots)
+        with pytest.raises(RuntimeUseError, match="slots: out of range"):
+            each.chain(2, ints(1), script.hiddens[:1], ints(1), caches, ints(0, 512)[:, None])
     with pytest.raises(RuntimeUseError, match="at least one step"):
         runner.chain(0, ints(1), script.hiddens[:1], ints(1), caches, torch.zeros(0, 1, dtype=torch.int32))
 
@@ -244,3 +264,62 @@ def test_what_an_artifact_cannot_serve_is_said_at_once():
     assert runner.serves(1) is None
     assert proposer.propose_batch([1], script.hiddens[:1], [3], 2, [state]) is None
     assert proposer.metrics.refusals == {"width": 1}
+    with pytest.raises(RuntimeUseError, match="runner: the runner has no draft programs"):
+        proposer.propose(1, script.hiddens[0], 3, 2, state)
+    one = torch.zeros(1, dtype=torch.int32)
+    caches = proposer._batch._caches([state], [0], [1], one)
+    with pytest.raises(RuntimeUseError, match="has no 'draft' programs"):
+        runner.chain(1, one, script.hiddens[:1], one, caches, one[None])
+
+
+def test_gradients_and_modes_of_the_caller_do_not_matter():
+    script, weights = Script(0), {name: tensor.clone() for name, tensor in drafter().weights.items()}
+    for tensor in weights.values():
+        tensor.requires_grad_()
+    manifest = manifest_of(drafter().circuit)
+
+    def draft(proposer, state, position, hiddens):
+        return proposer.propose(script.tokens[position], hiddens[position - 1], position, 3, state)
+
+    with torch.inference_mode():
+        runner = CompiledRunner(manifest, InterpretedLibrary(manifest).functions, weights)
+        proposer = proposer_of(runner)
+        state = prefilled(proposer, script, 5)
+        assert draft(proposer, state, 5, script.hiddens.clone()) == oracle(drafter(), script, 5, 3)
+        position = accept(proposer, script, state, 5, 1)
+    hiddens = script.hiddens.clone().requires_grad_()
+    assert draft(proposer, state, position, hiddens) == oracle(drafter(), script, position, 3)
+    proposer.after_verify(0, state)
+    one = torch.ones(1, dtype=torch.int32)
+    caches = proposer._batch._caches([state], [0], [1], one)
+    for each in (runner, drafter()):
+        step = each.draft(one, hiddens[:1], one, caches)
+        assert not step.next_hidden.requires_grad
+        assert not each.logits(one, hiddens[:1], one, caches)[0].requires_grad
+        assert not each.chain(2, one, hiddens[:1], one, caches, torch.stack([one, one + 1])).next_hidden.requires_grad
+        each.context(one, hiddens[:1], one, caches)
+    assert not any(part.requires_grad or part.is_inference() for part in proposer.pool.storage["kv"])
+
+
+def test_threads_are_torchs_at_load(monkeypatch):
+    given = []
+
+    class Module:
+        def implements_function(self, name):
+            return True
+
+        def get_function(self, name):
+            return given.append
+
+    for threads in (None, 3):
+        compiled_module._set_threads(Module(), threads, None)
+    assert given == [torch.get_num_threads(), 3]
+
+
+def test_a_program_that_does_not_say_its_hidden_is_refused():
+    from circuitgraph.runtime import ReferenceRunner
+
+    circuit = drafter().circuit
+    silent = replace(circuit, inputs=tuple(replace(item, source="") for item in circuit.inputs))
+    with pytest.raises(RuntimeUseError, match="hidden: the program does not say its source"):
+        ReferenceRunner(silent, drafter().weights).hidden_source  # noqa: B018

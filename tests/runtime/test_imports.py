@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-SCRIPT = """
+BLOCK = """
 import sys
 
 class Blocked:
@@ -12,12 +12,15 @@ class Blocked:
             raise ImportError(f"{name} is not installed here")
 
 sys.meta_path.insert(0, Blocked())
+import torch
+"""
+
+SCRIPT = """
 import circuitgraph.runtime
 import circuitgraph.artifact
 from circuitgraph.artifact import Manifest
 from circuitgraph.circuit.text import circuit_from_json
 from circuitgraph.runtime import BlockPool, MtpProposer, ReferenceRunner
-import torch
 
 manifest = Manifest.from_text(sys.stdin.read())
 shapes = {name: spec.shape for name, spec in manifest.weights.items()}
@@ -31,10 +34,42 @@ print(len(proposer.propose(4, torch.randn(48), 3, 3, state)))
 """
 
 
+COMPILED = """
+from circuitgraph.artifact import read_artifact
+from circuitgraph.ops import TORCH_DTYPES
+from circuitgraph.runtime import BlockPool, MtpProposer, ReferenceRunner, load
+
+weights = {
+    name: (torch.randn(spec.shape) * spec.shape[-1] ** -0.5).to(TORCH_DTYPES[spec.dtype])
+    for name, spec in read_artifact(sys.argv[1]).manifest.weights.items()
+}
+runner = load(sys.argv[1], weights=weights, max_position=64)
+hiddens, drafts = torch.randn(3, runner.hidden_size), []
+for each in (runner, ReferenceRunner(runner.circuit, runner.weights)):
+    proposer = MtpProposer(each, BlockPool(runner.circuit, blocks=8))
+    state = proposer.alloc_state()
+    proposer.prefill_drafter([1, 2, 3], hiddens, state)
+    drafts.append(proposer.propose(4, hiddens[2], 3, 3, state))
+print(len(drafts[0]), drafts[0] == drafts[1], dict(runner.paths))
+"""
+
+
+def test_a_compiled_artifact_drafts_without_compiler_packages(tmp_path):
+    import circuitgraph
+    from tests.fixture_cases import FIXTURES
+
+    config = FIXTURES / "qwen3_dense_mtp" / "config.json"
+    circuitgraph.compile("auto", model=config, out=tmp_path / "head", widths=(1,), context_rows=(4,))
+    command = [sys.executable, "-c", BLOCK + COMPILED, str(tmp_path / "head")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "3 True {'n-row': 1}"
+
+
 def test_the_runtime_drafts_without_compiler_packages():
     from tests.runtime.helpers import drafter, manifest_of
 
     manifest = manifest_of(drafter().circuit).to_text()
-    done = subprocess.run([sys.executable, "-c", SCRIPT], input=manifest, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", BLOCK + SCRIPT], input=manifest, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "3"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
 from circuitgraph.errors import RuntimeUseError
-from circuitgraph.runtime import MtpProposer, PoolExhausted
+from circuitgraph.runtime import BlockPool, MtpProposer, PoolExhausted
 from tests.runtime.helpers import POSITIONS, Script, drafter, oracle, proposer_of
 
 BLOCK_SIZES = (1, 8, 16)
@@ -157,13 +158,57 @@ def test_stop_id_ends_the_chain_and_its_surplus_rows_go():
 def test_exhausted_pool_gives_no_drafts_and_counts_it():
     proposer, script = proposer_of(blocks=2, block_size=4), Script(1)
     state = prefilled(proposer, script, 7)
+    assert propose(proposer, script, 7, 3, state) == oracle(drafter(), script, 7, 2), "as many as fit"
+    assert proposer.metrics.refusals == {}
+    position = accept(proposer, script, state, 7, 1)
     before = rows_of(proposer, state)
-    assert propose(proposer, script, 7, 3, state) == []
+    assert propose(proposer, script, position, 3, state) == []
     assert proposer.metrics.refusals == {"pool_exhausted": 1}
     assert proposer.last_confidence(state) is None
     assert all(torch.equal(a, b) for a, b in zip(before, rows_of(proposer, state), strict=True))
     proposer.after_verify(0, state)
-    assert propose(proposer, script, 7, 2, state) == oracle(drafter(), script, 7, 2)
+
+
+def test_a_budget_of_the_whole_pool_drafts_to_its_end():
+    proposer, script = proposer_of(blocks=4, block_size=4), Script(1)
+    state, position = proposer.alloc_state_for(16), 5
+    proposer.prefill_drafter(script.tokens[:5], script.hiddens[:5], state)
+    while position < 15:
+        useful = 16 - position - 2  # the target adds a token of its own
+        drafts = propose(proposer, script, position, 4, state)
+        assert drafts == oracle(drafter(), script, position, len(drafts))
+        assert len(drafts) >= min(useful, 4)
+        position = accept(proposer, script, state, position, min(1, len(drafts)))
+    assert proposer.metrics.refusals == {}
+
+
+def test_a_step_without_drafts_is_seen_and_caught_up():
+    proposer, script = proposer_of(), Script(1)
+    state = prefilled(proposer, script, 5)
+    assert proposer.rows_behind(state, 5) == 0
+    assert propose(proposer, script, 5, 0, state) == []
+    proposer.after_verify(0, state)
+    assert proposer.rows_behind(state, 6) == 1
+    assert proposer.catchup_batch([script.tokens[5:6]], [script.hiddens[4:5]], [5], [state]) == 1
+    assert proposer.rows_behind(state, 6) == 0
+    assert propose(proposer, script, 6, 3, state) == oracle(drafter(), script, 6, 3)
+
+
+def test_tokens_may_be_arrays():
+    import numpy
+
+    script = Script(1)
+    for kind in (torch.tensor, numpy.array, tuple):
+        proposer = proposer_of()
+        state = proposer.alloc_state()
+        assert proposer.prefill_drafter(kind(script.tokens[:5]), script.hiddens[:5], state) == 4
+        assert proposer.catchup_batch([kind(script.tokens[5:7])], [script.hiddens[4:6]], [5], [state]) == 2
+        drafts = proposer.propose_batch(kind(script.tokens[7:8]), script.hiddens[6:7], [7], 3, [state])
+        assert drafts == [oracle(drafter(), script, 7, 3)]
+        proposer.after_verify(0, state)
+        for wrong in ([kind(script.tokens[:5])], [0.5] * 5):
+            with pytest.raises(RuntimeUseError, match="tokens: are not integers in a row"):
+                proposer.prefill_drafter(wrong, script.hiddens[: len(wrong)], state)
 
 
 def test_prefill_and_catchup_are_all_or_nothing():
@@ -374,6 +419,18 @@ def test_what_does_not_fit_together_is_refused():
     with pytest.raises(RuntimeUseError, match=r"no trim policy 'exakt'. Did you mean 'exact'\?"):
         MtpProposer(runner, proposer_of().pool, trim="exakt")
     proposer = proposer_of()
+    with pytest.raises(RuntimeUseError, match="the pool belongs to another proposer"):
+        MtpProposer(runner, proposer.pool)
+    wide = replace(runner.circuit, states=(replace(runner.circuit.states[0], dim=32),))
+    with pytest.raises(
+        RuntimeUseError, match=r"kv: storage does not fit; expected contiguous f32\[1, blocks, 2, block_size, 16\]"
+    ):
+        MtpProposer(runner, BlockPool(wide, blocks=4))
+    with pytest.raises(RuntimeUseError, match="made for another circuit"):
+        MtpProposer(runner, BlockPool(replace(runner.circuit, states=()), blocks=4))
+    pool = BlockPool(runner.circuit, blocks=4)
+    for _ in range(2):  # one after the other
+        MtpProposer(runner, pool)
     with pytest.raises(RuntimeUseError, match="budget_tokens"):
         proposer.alloc_state_for(0)
     assert proposer.propose_batch_max() >= 1

@@ -14,7 +14,7 @@ from tvm.tirx.script import builder as T
 from ...circuit.ir import Value
 from ...circuit.types import DTYPE_BITS, TensorType
 from ...lower import argument_values
-from ...plan.ir import Group, Plan
+from ...plan.ir import Group, Plan, Scratch
 from ...target import Built, Target
 from ..base import KERNELS, make_params
 from . import build
@@ -38,8 +38,8 @@ class CpuBackend:
 
     def build(self, module: tvm.IRModule, folder: Path) -> Built:
         library = folder / "kernels.so"
-        compiled = build.build_library(module, library, self.tvm_target)
-        return Built(library, {"ll": _stable(compiled.inspect_source("ll")), "s": compiled.inspect_source("asm")})
+        llvm, assembly = build.build_library(module, library, self.tvm_target)
+        return Built(library, {"ll": _stable(llvm), "s": assembly})
 
     def script(self, module: tvm.IRModule, plan: Plan) -> str:
         return module[plan.symbol].script()
@@ -48,7 +48,7 @@ class CpuBackend:
         return {
             "kind": "cpu",
             "mcpu": str(self.tvm_target.attrs["mcpu"]),
-            "features": list(build.cpu_features(self.tvm_target)),
+            "features": list(build.cpu_flags(self.tvm_target)),
             "lanes": self.lanes,
         }
 
@@ -77,35 +77,52 @@ def _emit_function(plan: Plan, lanes: int) -> None:
 
 
 class CpuEnvironment:
-    """Buffers by value name. Arguments are the caller's tensors; the rest are views of the workspace argument."""
+    """Arguments are the caller's tensors; the rest are views of the workspace argument.
+
+    Values, scratch, outputs and the workspace are looked up apart: programs may use any name.
+    """
 
     def __init__(self, plan: Plan, lanes: int):
         self.plan = plan
         self.lanes = lanes
         self.group: Group | None = None
         self._axes: dict[str, Any] = {}
-        self._buffers: dict[str, Any] = {}
+        self._names: set[str] = set()
+        self._values: dict[str, Any] = {}
+        self._scratch: dict[str, Any] = {}  # by slot: what is inside one group
+        self._outputs: dict[str, Any] = {}
         self._output_of: dict[str, str] = {}
         for role, value in argument_values(plan):
             buffer = self._argument(value, role)
-            if role != "output":
-                self._buffers[value.name] = buffer
-                continue
-            # The first output of a value's bytes is where they live; further ones are copied at the end.
-            root = plan.storage(dict(plan.circuit.outputs)[value.name])
-            if root not in self._buffers:
-                self._buffers[root] = self._reshaped(buffer, plan.circuit.types[root])
-                self._output_of[root] = value.name
-            self._buffers[f"output {value.name}"] = buffer
+            if role == "workspace":
+                self._workspace = buffer
+            elif role == "output":
+                # The first output of a value's bytes is where they live; further ones are copied at the end.
+                root = plan.storage(dict(plan.circuit.outputs)[value.name])
+                if root not in self._values:
+                    self._values[root] = self._reshaped(buffer, plan.circuit.types[root])
+                    self._output_of[root] = value.name
+                self._outputs[value.name] = buffer
+            else:
+                self._values[value.name] = buffer
 
     def _argument(self, value: Value, role: str) -> Any:
         assert isinstance(value.type, TensorType)
         shape = [self._axis(dim) for dim in value.type.shape]
-        name = value.name.replace(".", "_") + ("_out" if role == "output" else "")
+        name = self._fresh(value.name.replace(".", "_") + ("_out" if role == "output" else ""))
         # Borrowed tensors lie where a checkpoint file put them: only their element's alignment is certain.
         alignment = 64 if role == "workspace" else DTYPE_BITS[value.type.dtype] // 8
         buffer = T.buffer(shape, TIR_DTYPES[value.type.dtype], align=alignment, buffer_name=name)
         return T.arg(name, buffer)
+
+    def _fresh(self, name: str) -> str:
+        """A parameter name that no other has: `a.b` and `a_b` are two values."""
+        fresh, count = name, 1
+        while fresh in self._names:
+            count += 1
+            fresh = f"{name}_{count}"
+        self._names.add(fresh)
+        return fresh
 
     def _axis(self, dim: int | str) -> Any:
         if isinstance(dim, int):
@@ -119,30 +136,38 @@ class CpuEnvironment:
         self.group = group
 
     def buffer(self, name: str) -> Any:
-        """Buffer of a value, weight, table, state part (`kv.k`) or scratch of the current group."""
+        """See `base.Environment`."""
         assert self.group is not None
         root = self.plan.storage(name)
-        for key in (f"{self.group.name}/{root}", root):
-            if key not in self._buffers and key in self.plan.slots:
-                self._buffers[key] = self._workspace_view(key, root)
-            if key in self._buffers:
-                if root == name or name not in self.plan.circuit.types:
-                    return self._buffers[key]
-                return self._reshaped(self._buffers[key], self.plan.circuit.types[name])
-        raise KeyError(f"{self.plan.symbol} {self.group.name}: '{name}' has no storage")
+        inner = f"{self.group.name}/{root}"
+        if inner in self.plan.slots:
+            buffer = self._inside(inner, root)
+        else:
+            if root not in self._values and root in self.plan.slots:
+                self._values[root] = self._workspace_view(root, self.plan.circuit.types[root])
+            buffer = self._values.get(root)
+        if buffer is None:
+            raise KeyError(f"{self.plan.symbol} {self.group.name}: '{name}' has no storage")
+        return buffer if root == name else self._reshaped(buffer, self.plan.circuit.types[name])
 
-    def _workspace_view(self, key: str, root: str) -> Any:
-        value_type = self.plan.circuit.types.get(root)
-        if "/" in key:
-            index = self.plan.groups.index(self.group)  # type: ignore[arg-type]
-            value_type = next(
-                item.type for item in self.plan.scratch[index] if f"{self.plan.groups[index].name}/{item.name}" == key
-            )
+    def scratch(self, name: str) -> Any:
+        """See `base.Environment`."""
+        assert self.group is not None
+        item = f"{Scratch.OWN}{name}"
+        return self._inside(f"{self.group.name}/{item}", item)
+
+    def _inside(self, slot: str, item: str) -> Any:
+        if slot not in self._scratch:
+            index = next(i for i, group in enumerate(self.plan.groups) if group is self.group)
+            item_type = next(scratch.type for scratch in self.plan.scratch[index] if scratch.name == item)
+            self._scratch[slot] = self._workspace_view(slot, item_type)
+        return self._scratch[slot]
+
+    def _workspace_view(self, slot: str, value_type: Any) -> Any:
         assert isinstance(value_type, TensorType)
-        itemsize = DTYPE_BITS[value_type.dtype] // 8
-        offset = self.plan.slots[key].offset // itemsize
-        workspace = self._buffers["workspace"]
-        return T.decl_buffer(list(value_type.shape), TIR_DTYPES[value_type.dtype], data=workspace.data, elem_offset=offset)
+        dtype, itemsize = TIR_DTYPES[value_type.dtype], DTYPE_BITS[value_type.dtype] // 8
+        offset = self.plan.slots[slot].offset // itemsize
+        return T.decl_buffer(list(value_type.shape), dtype, data=self._workspace.data, elem_offset=offset)
 
     def _reshaped(self, buffer: Any, value_type: Any) -> Any:
         shape = list(value_type.shape)
@@ -161,7 +186,7 @@ class CpuEnvironment:
 
     def layer_cache(self, name: str, layer: int) -> Any:
         """One layer of a state part as [blocks, heads, block_size, dim]."""
-        cache = self._buffers[name]
+        cache = self._values[name]
         _, blocks, heads, block_size, dim = cache.shape
         offset = layer * blocks * heads * block_size * dim if layer else 0
         return T.decl_buffer((blocks, heads, block_size, dim), str(cache.dtype), data=cache.data, elem_offset=offset)
@@ -171,5 +196,5 @@ class CpuEnvironment:
         for public, value in self.plan.circuit.outputs:
             root = self.plan.storage(value)
             if self._output_of.get(root) != public:
-                source, target = self._buffers[root], self._buffers[f"output {public}"]
+                source, target = self._values[root], self._outputs[public]
                 emit_copy(self._reshaped(source, self.plan.circuit.types[value]), target, lanes=self.lanes)

@@ -35,7 +35,7 @@ def emit_projections(
         weights = tuple(env.buffer(anchor.inputs[1]) for anchor in anchors)
         projections.append(Projection(weights, _epilogue(anchors, epilogue, biases, loads, stores)))
     x = env.flat(group.anchors[0].inputs[0])
-    emit_linear(x, projections, n=env.plan.rows, lanes=env.lanes, block=block, tile=tile, scratch=env.buffer("packed"))
+    emit_linear(x, projections, n=env.plan.rows, lanes=env.lanes, block=block, tile=tile, scratch=env.scratch("packed"))
 
 
 def emit_head(env: Any, group: Group, task_columns: int, block: int, tile: Tile) -> None:
@@ -48,14 +48,14 @@ def emit_head(env: Any, group: Group, task_columns: int, block: int, tile: Tile)
         env.buffer(linear.inputs[1]),
         token,
         logprob,
-        Top1Scratch(*(env.buffer(name) for name in ("best", "index", "total"))),
+        Top1Scratch(*(env.scratch(name) for name in ("best", "index", "total"))),
         n=env.plan.rows,
         lanes=env.lanes,
         bias=env.buffer(linear.inputs[2]) if len(linear.inputs) == 3 else None,
         task_columns=task_columns,
         block=block,
         tile=tile,
-        packed=env.buffer("packed"),
+        packed=env.scratch("packed"),
     )
 
 
@@ -74,7 +74,7 @@ def emit_attend(env: Any, group: Group, splits: int, split_rows: int) -> None:
         lanes=env.lanes,
         scale=node.attr["scale"],
         splits=splits,
-        scratch=env.buffer("pieces") if splits > 1 else None,
+        scratch=env.scratch("pieces") if splits > 1 else None,
         split_rows=split_rows,
     )
     emit_rows(env, group.epilogue)

@@ -20,7 +20,7 @@ from typing import Any
 from tvm.tirx.script import builder as T
 
 from . import vector as v
-from .sizes import default_tile
+from .sizes import default_tile, rows_on_stack
 
 # Elements of x from which packing it pays for a launch of its own.
 PARALLEL_PACKING = 65536
@@ -96,27 +96,36 @@ def emit_linear(x, projections, *, n, lanes, block=16, tile=None, scratch=None):
         jobs.append((first_block, blocks, columns, weights, projection.epilogue))
         first_block += blocks
 
-    def emit_job(index, task):
+    most = max(len(projection.weights) for projection in projections)
+    width_of_blocks = min(block, max(columns for _, _, columns, _, _ in jobs))
+    together = rows_on_stack(n, most * width_of_blocks * lanes * 4, activations.rows)
+
+    def emit_job(index, task, partial):
         first, blocks, columns, weights, epilogue = jobs[index]
         if index + 1 < len(jobs):
             with T.If(task < first + blocks):
                 with T.Then():
-                    emit_blocks(task - first, blocks, columns, weights, epilogue)
+                    emit_blocks(task - first, blocks, columns, weights, epilogue, partial)
                 with T.Else():
-                    emit_job(index + 1, task)
+                    emit_job(index + 1, task, partial)
         else:
-            emit_blocks(task - first, blocks, columns, weights, epilogue)
+            emit_blocks(task - first, blocks, columns, weights, epilogue, partial)
 
-    def emit_blocks(index, blocks, columns, weights, epilogue):
+    def emit_blocks(index, blocks, columns, weights, epilogue, partial):
         def emit_block(width):
-            sums = DotBlock(activations, weights, width, tile)
-            sums.emit(index * block)
-            with T.serial(0, n) as row:
-                v.for_columns(
-                    width,
-                    lanes,
-                    lambda column, group: epilogue(row, index * block + column, group, sums.take(row, column, group)),
-                )
+            def emit_some(first_row, count):
+                sums = DotBlock(activations, weights, width, tile, partial)
+                sums.emit(index * block, first_row, count)
+                with T.serial(0, count) as row:
+                    v.for_columns(
+                        width,
+                        lanes,
+                        lambda column, group: epilogue(
+                            first_row + row, index * block + column, group, sums.take(row, column, group)
+                        ),
+                    )
+
+            for_rows(n, together, emit_some)
 
         last = columns - (blocks - 1) * block
         if blocks == 1 or last == block:
@@ -129,33 +138,46 @@ def emit_linear(x, projections, *, n, lanes, block=16, tile=None, scratch=None):
                     emit_block(last)
 
     with T.parallel(0, first_block) as task:
-        emit_job(0, task)
+        emit_job(0, task, v.local_array((most, together, width_of_blocks), v.vector_type("float32", lanes)))
+
+
+def for_rows(n, together, body):
+    """Emit `body(first row, count)` until all n rows are done, at most `together` at a time; `count` is a Python int."""
+    whole, rest = divmod(n, together)
+    if whole == 1:
+        body(0, together)
+    else:
+        with T.serial(0, whole) as i:
+            body(i * together, together)
+    if rest:
+        body(whole * together, rest)
 
 
 class DotBlock:
-    """The dot products of all rows of x with `width` adjacent rows of each weight, inside one task.
+    """The dot products of some rows of x with `width` adjacent rows of each weight, inside one task.
 
-    The caller passes `weights` through `vector.bits_of`. `emit(first)` computes columns first..first+width-1;
-    `take(row, column, group)` then reads `group` of them (lanes or 1), `column` counted from `first`, as one fp32
-    vector per weight.
+    The caller passes `weights` through `vector.bits_of`, and as `partial` a local array [weights, rows, width] or
+    larger of fp32 vectors. `emit(first, first_row, count)` computes columns first..first+width-1 of `count` rows, of
+    which the first begins a group of `activations`; `take(row, column, group)` then reads `group` of them (lanes or 1),
+    `column` counted from `first` and `row` from `first_row`, as one fp32 vector per weight.
     """
 
-    def __init__(self, activations, weights, width, tile):
-        self.x, self.weights, self.width = activations, weights, width
+    def __init__(self, activations, weights, width, tile, partial):
+        self.x, self.weights, self.width, self.partial = activations, weights, width, partial
         self.k, self.lanes = activations.k, activations.lanes
         self.tile = replace(tile, rows=activations.rows)
-        self.partial = v.local_array((len(weights), activations.n, width), v.vector_type("float32", self.lanes))
         # 64-bit: a weight may hold more than 2^31 elements.
         self.wide = self.k * int(weights[0].shape[0]) >= 2**31
 
-    def emit(self, first):
+    def emit(self, first, first_row, count):
+        self.first_group = first_row // self.tile.rows if isinstance(first_row, int) else T.floordiv(first_row, self.tile.rows)
         whole, rest = divmod(self.width, self.tile.columns)
         if whole:
             with T.serial(0, whole) as i:
-                self._emit_rows(first, i * self.tile.columns, self.tile)
+                self._emit_rows(first, i * self.tile.columns, self.tile, count)
         if rest:
             with T.serial(0, rest) as i:
-                self._emit_rows(first, whole * self.tile.columns + i, replace(self.tile, columns=1))
+                self._emit_rows(first, whole * self.tile.columns + i, replace(self.tile, columns=1), count)
 
     def take(self, row, column, group):
         return [
@@ -163,11 +185,12 @@ class DotBlock:
             for w in range(len(self.weights))
         ]
 
-    def _emit_rows(self, first, column, tile):
+    def _emit_rows(self, first, column, tile, count):
         """One tile of columns for all rows, in groups of tile.rows; later groups find the weights in the cache."""
-        groups, rest = divmod(self.x.n, tile.rows)
+        groups, rest = divmod(count, tile.rows)
         cached = replace(tile, prefetch=0)
-        self._emit_tile(first, column, 0, tile)
+        if groups:
+            self._emit_tile(first, column, 0, tile)
         if groups == 2:
             self._emit_tile(first, column, 1, cached)
         elif groups > 2:
@@ -193,7 +216,7 @@ class DotBlock:
                 for c in range(tile.columns)
             }
             for m in range(tile.rows):
-                activation = T.bind(self.x.load(group, vector, m))
+                activation = T.bind(self.x.load(self.first_group + group, vector, m))
                 for (w, c), value in values.items():
                     slot = slots[chain, (w, m, c)]
                     total = T.BufferLoad(accumulators, [slot]) + value * activation

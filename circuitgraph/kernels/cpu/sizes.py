@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 L1_ACTIVATION_BYTES = 20 * 1024
 
+STACK_BYTES = 192 * 1024
+"""What a task of a matrix product may keep on its stack per row of activations, all rows together."""
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -39,6 +42,13 @@ def _even_groups(n, limit):
     """The rows of one group, where n rows are cut into as few groups of at most `limit` as possible."""
     groups = -(-n // limit)
     return -(-n // groups)
+
+
+def rows_on_stack(n, row_bytes, tile_rows):
+    """How many of n rows a task takes at a time: all if their `row_bytes` fit, else whole groups of `tile_rows`."""
+    if n * row_bytes <= STACK_BYTES:
+        return n
+    return max(1, STACK_BYTES // (row_bytes * tile_rows)) * tile_rows
 
 
 def linear_scratch_floats(n, k, lanes, tile):

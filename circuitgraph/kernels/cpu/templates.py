@@ -14,13 +14,16 @@ import networkx
 from ...circuit.ir import Node
 from ...circuit.types import StateType, TensorType
 from ...plan.ir import VIEWS, Group, Plan, Scratch
-from ..base import Kernel, kernel
+from ..base import Kernel, kernel, within
 from .sizes import Tile, attention_scratch_floats, attention_splits, default_tile, linear_scratch_floats, top1_tasks
 
 ROW_OPS = ("add", "append", "cat", "embed", "mul", "part", "rms_norm", "rope", "shift", "sigmoid", "silu", "zero_at")
 """Ops with a row-wise emitter (`emission.ROW_EMITTERS`)."""
 VECTOR_OPS = ("add", "mul", "sigmoid", "silu")
 """Ops that an epilogue can do on vectors (`emission.VECTOR_FORMS`)."""
+
+MOST_SUMS = 128
+"""Vectors that the inner loop of a projection may sum in: no machine has more than 32 registers for them."""
 
 
 @kernel
@@ -59,12 +62,12 @@ class Linear(Kernel):
     class Params:
         """block: output columns of a task. The others: see `linear.Tile`; 0 takes the measured default for the rows."""
 
-        block: int = 16
-        tile_columns: int = 0
-        tile_rows: int = 0
-        unroll: int = 0
-        chains: int = 0
-        prefetch: int = 0
+        block: int = within(16, 1, 256)
+        tile_columns: int = within(0, 0, 16)
+        tile_rows: int = within(0, 0, 32)
+        unroll: int = within(0, 0, 16)
+        chains: int = within(0, 0, 16)
+        prefetch: int = within(0, 0, 1 << 20)
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
@@ -78,6 +81,11 @@ class Linear(Kernel):
             shapes = {plan.circuit.types[anchor.inputs[1]].shape for anchor in anchors}  # type: ignore[union-attr]
             if len(shapes) > 1:
                 return f"weights that meet in one epilogue have different shapes {sorted(shapes)}"
+        weights = max(len(anchors) for anchors, _ in meeting(group))
+        tile = _tile(plan, group, params, 16)
+        sums = weights * tile.columns * tile.rows * tile.chains
+        if sums > MOST_SUMS:
+            return f"a tile of {sums} running sums, more than {MOST_SUMS}; make tile_columns, tile_rows or chains smaller"
         return None
 
     @staticmethod
@@ -104,8 +112,8 @@ class LinearTop1(Kernel):
     class Params:
         """task_columns: vocabulary entries of a task; block: those reduced together. Both multiples of 32."""
 
-        task_columns: int = 512
-        block: int = 32
+        task_columns: int = within(512, 32, 1 << 20)
+        block: int = within(32, 32, 1024)
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
@@ -120,7 +128,7 @@ class LinearTop1(Kernel):
         assert isinstance(weight, TensorType)
         partial = (top1_tasks(int(weight.shape[0]), params.task_columns), plan.rows)
         parts = (("best", "f32"), ("index", "i32"), ("total", "f32"))
-        partials = tuple(Scratch(name, TensorType(dtype, partial)) for name, dtype in parts)
+        partials = tuple(Scratch.own(name, TensorType(dtype, partial)) for name, dtype in parts)
         packed = _packing(plan, group, lambda lanes: _head_tile(plan, group, lanes))
         return (*_inner_values(plan, group, group.prologue), packed, *partials)
 
@@ -141,8 +149,8 @@ class Attend(Kernel):
     class Params:
         """splits: pieces of a row's context, 0 chooses by rows and heads; split_rows: least cache rows of a piece."""
 
-        splits: int = 0
-        split_rows: int = 64
+        splits: int = within(0, 0, 64)
+        split_rows: int = within(64, 1, 1 << 20)
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
@@ -152,7 +160,7 @@ class Attend(Kernel):
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
         heads, dim = _head_shape(plan, group)
         floats = attention_scratch_floats(plan.rows, heads, dim, _splits(plan, group, params))
-        pieces = (Scratch("pieces", TensorType("f32", (floats,))),) if floats else ()
+        pieces = (Scratch.own("pieces", TensorType("f32", (floats,))),) if floats else ()
         return (*_inner_values(plan, group, group.nodes), *pieces)
 
     @staticmethod
@@ -215,7 +223,7 @@ def _packing(plan: Plan, group: Group, tile: Callable[[int], Tile]) -> Scratch:
     """Room for the packed activations, whichever vector length the code is built for: plans do not depend on it."""
     k = _columns(plan, group)
     floats = max(linear_scratch_floats(plan.rows, k, lanes, tile(lanes)) for lanes in (4, 8, 16))
-    return Scratch("packed", TensorType("f32", (floats,)))
+    return Scratch.own("packed", TensorType("f32", (floats,)))
 
 
 def _head_shape(plan: Plan, group: Group) -> tuple[int, int]:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from . import vector as v
-from .linear import Activations, DotBlock
-from .sizes import default_tile, top1_tasks
+from .linear import Activations, DotBlock, for_rows
+from .sizes import default_tile, rows_on_stack, top1_tasks
 
 _NO_TOKEN = 0x7FFFFFFF
 
@@ -40,15 +40,19 @@ def emit_linear_top1(
     bias = None if bias is None else v.bits_of(bias)
     tasks = top1_tasks(vocabulary, task_columns)
 
-    with T.parallel(0, tasks) as task:
-        state = _RowStates(n)
-        state.reset()
+    width_of_blocks = min(block, vocabulary)
+    # A logit and its partial sums per column, and the state.
+    together = rows_on_stack(n, width_of_blocks * (lanes + 1) * 4 + 12, activations.rows)
 
-        def emit_block(first, width):
-            dots = DotBlock(activations, [weight], width, tile)
-            dots.emit(first)
-            logits = v.local_array((n, width), "float32")
-            with T.serial(0, n) as row:
+    with T.parallel(0, tasks) as task:
+        partial = v.local_array((1, together, width_of_blocks), v.vector_type("float32", lanes))
+        logits = v.local_array((together, width_of_blocks), "float32")
+        state = _RowStates(together)
+
+        def emit_block(first, width, first_row, count):
+            dots = DotBlock(activations, [weight], width, tile, partial)
+            dots.emit(first, first_row, count)
+            with T.serial(0, count) as row:
 
                 def finish(column, group):
                     (value,) = dots.take(row, column, group)
@@ -58,24 +62,29 @@ def emit_linear_top1(
                     forbidden = v.splat(v.NEGATIVE_INFINITY, group)
                     value = T.Select(v.is_nan(value, group), forbidden, value)
                     if allowed is not None:
-                        keep = _allowed_bits(allowed, row, first, column, group)
+                        keep = _allowed_bits(allowed, first_row + row, first, column, group)
                         value = T.Select(keep, value, forbidden)
                     v.store(logits, [row, column], value, group)
 
                 v.for_columns(width, lanes, finish)
                 state.absorb(logits, row, first, width, lanes)
 
-        whole = vocabulary // block
-        first_block = task * (task_columns // block)
-        with T.serial(0, task_columns // block) as i, T.If(first_block + i < whole), T.Then():
-            emit_block((first_block + i) * block, block)
-        if vocabulary % block:
-            with T.If(task == tasks - 1), T.Then():
-                emit_block(whole * block, vocabulary % block)
+        def emit_some(first_row, count):
+            state.reset()
+            whole = vocabulary // block
+            first_block = task * (task_columns // block)
+            if whole:
+                with T.serial(0, task_columns // block) as i, T.If(first_block + i < whole), T.Then():
+                    emit_block((first_block + i) * block, block, first_row, count)
+            if vocabulary % block:
+                with T.If(task == tasks - 1), T.Then():
+                    emit_block(whole * block, vocabulary % block, first_row, count)
 
-        with T.serial(0, n) as row:
-            for source, target in state.pairs(scratch):
-                T.buffer_store(target, T.BufferLoad(source, [row]), [task, row])
+            with T.serial(0, count) as row:
+                for source, target in state.pairs(scratch):
+                    T.buffer_store(target, T.BufferLoad(source, [row]), [task, first_row + row])
+
+        for_rows(n, together, emit_some)
 
     with T.serial(0, n) as row:
         final = _RowStates(1)
