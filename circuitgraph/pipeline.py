@@ -188,7 +188,7 @@ def compile(
             "widths": sorted({1, *widths}),
             "context_rows": sorted(set(context_rows)),
             "model": str(Path(model).resolve()),
-            "target_model": str(Path(target_model).resolve()) if target_model is not None else None,
+            "target_model": str(bound.model.target.path.resolve()) if bound.model.target is not None else None,
         }
         artifact = run(
             "pack",

@@ -25,6 +25,8 @@ from .runner import Caches, DraftChain, DraftRunner, DraftStep, no_autograd
 log = logging.getLogger("circuitgraph.runtime")
 
 FALLBACKS = ("cover", "single")
+MOST_THREADS = 1024
+"""OpenMP ends the process when it cannot start as many as it is asked for."""
 CHAIN_FUNCTIONS = ("circuitgraph_chain_begin", "circuitgraph_chain_end")
 """What libraries for devices have beside the manifest's functions: the two ends of a chain."""
 _DTYPES = {**TORCH_DTYPES, "u8": torch.uint8, "i8": torch.int8}
@@ -368,8 +370,11 @@ def _set_threads(module: Any, threads: int | None, path: Path) -> None:
 
     torch's number is passed on, since OpenMP's own is another in each calling thread.
     """
-    if threads is not None and threads < 1:
-        raise RuntimeUseError(Fault("needs at least one thread", where=str(path), subject="threads", got=str(threads)))
+    if threads is not None and not (isinstance(threads, int) and 1 <= threads <= MOST_THREADS):
+        expected = f"1..{MOST_THREADS}"
+        raise RuntimeUseError(
+            Fault("is no number of threads", where=str(path), subject="threads", expected=expected, got=repr(threads))
+        )
     if module.implements_function("circuitgraph_init"):
         module.get_function("circuitgraph_init")(threads or torch.get_num_threads())
 

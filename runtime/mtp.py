@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
-import threading
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
@@ -51,7 +50,7 @@ class MtpProposer(DraftProposer):
         self.trim = trim
         self.metrics = Metrics()
         self._batch = _Batch(runner, pool)
-        self._lock = threading.RLock()
+        self._lock = runner.lock
 
     # -- lives -------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -66,6 +67,8 @@ class DraftRunner(abc.ABC):
     """Weights and tables by circuit name, as bound: borrowed, never written."""
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
+        """Taken by proposers for each of their calls: staging memory is the runner's, and several may share it."""
         self.paths: Counter[str] = Counter()
         """How many calls each path served: n-row, split, single, reference."""
 

@@ -34,7 +34,10 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """What machine the library runs on. `features`: instruction sets by the names of `machine_features()` that its code may execute."""
+    """What machine the library runs on.
+
+    features: instruction sets that its code may execute, as `machine_features` names them.
+    """
 
     kind: str
     arch: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import platform
 import shutil
@@ -83,9 +84,17 @@ def check_output(folder: str | Path, *, overwrite: bool = False) -> None:
         return
     if not overwrite:
         raise ArtifactError(Fault("exists already", where=str(folder), hint="Choose another folder, or overwrite it."))
-    if not (folder / MANIFEST).is_file():
-        hint = "Only an artifact is ever replaced: choose another folder."
-        raise ArtifactError(Fault(f"exists and has no {MANIFEST}", where=str(folder), hint=hint))
+    hint = "Only an artifact is ever replaced: choose another folder."
+    if folder.is_symlink() or not (folder / MANIFEST).is_file():
+        raise ArtifactError(Fault(f"exists and is not a folder with a {MANIFEST}", where=str(folder), hint=hint))
+    try:
+        listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]  # of any format version
+        foreign = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()} - {MANIFEST, *listed}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ArtifactError(Fault(f"its {MANIFEST} is not an artifact's", where=str(folder), hint=hint)) from None
+    if foreign:
+        names = ", ".join(sorted(foreign)[:5])
+        raise ArtifactError(Fault("has files that are not the artifact's", where=str(folder), got=names, hint=hint))
 
 
 def read_artifact(path: str | Path, *, to_run: bool = True) -> Artifact:

@@ -8,6 +8,7 @@ keys that nobody asks for are left alone.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,8 +157,8 @@ class _Reader:
         return 1
 
     def number(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            self.refuse(key, "the value is of the wrong kind", "a positive number", value)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:  # NaN fails, too
+            self.refuse(key, "the value is of the wrong kind", "a positive, finite number", value)
             return 1.0
         return float(value)
 

@@ -46,6 +46,9 @@ def guarded(command: Command) -> Command:
             for fault in error.faults:
                 print(f"error: {fault}", file=sys.stderr)
             raise typer.Exit(1) from None
+        except OSError as error:  # a path that may not be read or written, a full disk
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
 
     return run  # type: ignore[return-value]
 

@@ -79,7 +79,7 @@ REFUSALS = {
     ),
     "epsilon": (
         {**PLAIN, "rms_norm_eps": "1e-5"},
-        "config: rms_norm_eps: the value is of the wrong kind; expected a positive number; got '1e-5'",
+        "config: rms_norm_eps: the value is of the wrong kind; expected a positive, finite number; got '1e-5'",
     ),
     "head_dim": (
         {**PLAIN, "num_attention_heads": 5},

@@ -58,7 +58,7 @@ def test_an_existing_folder_is_kept(artifact, manifest, tmp_path):
     assert read_artifact(tmp_path / "head").library.read_bytes() == FILES["lib/kernels.so"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ArtifactError, match=r"exists and has no manifest.json"):
+    with pytest.raises(ArtifactError, match=r"exists and is not a folder with a manifest.json"):
         write_artifact(tmp_path / "mine", manifest, FILES, overwrite=True)
     assert (tmp_path / "mine" / "thesis.txt").exists()
     write_artifact(tmp_path / "head", manifest, {"lib/kernels.so": b"new"}, overwrite=True)
@@ -421,3 +421,21 @@ def test_random_weights_are_the_same_for_a_seed(manifest, tmp_path):
 
 def test_the_manifest_is_stable_text(manifest):
     assert Manifest.from_text(manifest.to_text()).to_text() == manifest.to_text()
+
+
+def test_overwrite_spares_a_folder_that_is_not_only_an_artifact(tmp_path):
+    """A manifest.json of another tool, or a file of one's own beside an artifact's, is no reason to delete a folder."""
+    web = tmp_path / "web"
+    web.mkdir()
+    (web / "manifest.json").write_text('{"name": "app"}')
+    with pytest.raises(ArtifactError, match="not an artifact's"):
+        store_module.check_output(web, overwrite=True)
+    (web / "manifest.json").write_text('{"files": {"lib/k.so": "0"}}')
+    store_module.check_output(web, overwrite=True)
+    (web / "index.html").write_text("mine")
+    with pytest.raises(ArtifactError, match=r"index\.html"):
+        store_module.check_output(web, overwrite=True)
+    link = tmp_path / "link"
+    link.symlink_to(web)
+    with pytest.raises(ArtifactError, match="exists"):
+        store_module.check_output(link, overwrite=True)

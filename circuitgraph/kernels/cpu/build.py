@@ -17,6 +17,7 @@ from tvm_ffi import libinfo
 from ...artifact.store import machine_features
 from ...errors import BuildError, Fault, did_you_mean
 
+LEAST_SPACE = 64 << 20
 LAUNCHER = Path(__file__).with_name("launcher.c")
 
 # Names for `mcpu` beside LLVM's own. "portable" runs on every 64-bit server CPU, slowly; "avx2" on those since 2013.
@@ -151,6 +152,7 @@ def build_library(module, path, target, *, compiler=None):
     functions = sorted(module.functions.items(), key=lambda item: item[0].name_hint)
     try:
         with tempfile.TemporaryDirectory() as folder:
+            _need_space(folder)
             exports = Path(folder, "exports.map")
             exports.write_text(_EXPORTS)
             objects = [Path(folder, f"{name.name_hint}.o") for name, _ in functions]
@@ -171,6 +173,21 @@ def build_library(module, path, target, *, compiler=None):
         raise BuildError(Fault(f"the library cannot be written: {problem}", where=str(where))) from problem
     llvm, assembly = ("\n".join(parts) for parts in zip(*texts, strict=True))
     return llvm, assembly
+
+
+def _need_space(folder):
+    """LLVM ends the process when it cannot write an object, so a full disk is told beforehand."""
+    free = shutil.disk_usage(folder).free
+    if free < LEAST_SPACE:
+        raise BuildError(
+            Fault(
+                "too little space to compile",
+                where=folder,
+                expected=f"{LEAST_SPACE >> 20} MiB",
+                got=f"{free >> 20} MiB",
+                hint="Set TMPDIR.",
+            )
+        )
 
 
 def find_compiler():
