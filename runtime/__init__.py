@@ -1,18 +1,53 @@
 """What a server imports. Needs torch and tvm_ffi only; docs/embedding.md shows the loop.
 
 load -> DraftRunner -> MtpProposer over a BlockPool -> propose_batch, verify, after_verify, catchup_batch.
+
+Names are imported when they are first used: the compiler takes single modules from here and should not wait for all.
 """
 
-from .binding import bind_weights
-from .compiled import CompiledRunner, open_library
-from .loading import load
-from .metrics import Metrics
-from .mtp import MtpProposer
-from .pool import BlockPool, Ledger, PoolExhausted
-from .proposer import DraftProposer
-from .runner import DraftChain, DraftRunner, DraftStep, ReferenceRunner
-from .state import MtpProposerState, ProposerState
-from .verify import accept_greedy
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .binding import bind_weights
+    from .compiled import CompiledRunner, open_library
+    from .loading import load
+    from .metrics import Metrics
+    from .mtp import MtpProposer
+    from .pool import BlockPool, Ledger, PoolExhausted
+    from .proposer import DraftProposer
+    from .runner import DraftChain, DraftRunner, DraftStep, ReferenceRunner
+    from .state import MtpProposerState, ProposerState
+    from .verify import accept_greedy
+
+_HOMES = {
+    "binding": ("bind_weights",),
+    "compiled": (
+        "CompiledRunner",
+        "open_library",
+    ),
+    "loading": ("load",),
+    "metrics": ("Metrics",),
+    "mtp": ("MtpProposer",),
+    "pool": (
+        "BlockPool",
+        "Ledger",
+        "PoolExhausted",
+    ),
+    "proposer": ("DraftProposer",),
+    "runner": (
+        "DraftChain",
+        "DraftRunner",
+        "DraftStep",
+        "ReferenceRunner",
+    ),
+    "state": (
+        "MtpProposerState",
+        "ProposerState",
+    ),
+    "verify": ("accept_greedy",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "BlockPool",
@@ -33,3 +68,9 @@ __all__ = [
     "load",
     "open_library",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(import_module(f".{_HOME_OF[name]}", __name__), name)

@@ -77,11 +77,11 @@ def set_threads(threads: int | None) -> None:
 
 def print_pairs(pairs: Sequence[Pair], totals: dict[str, Any]) -> None:
     """One line per prompt and one for all."""
-    out().print("greedy decoding, plain and speculative, by the same loop")
+    out().print("greedy decoding in tokens/s, plain and speculative, by the same loop")
     shown = table()
-    shown.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=22)
-    for name in ("tokens", "plain tok/s", "spec. tok/s", "speed up", "mean length", "accepted %", "same ids"):
-        shown.add_column(name, justify="right", min_width=8 if name == "accepted %" else None)
+    shown.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=20)
+    for name in ("tokens", "plain", "drafted", "faster", "length", "accepted %", "same"):
+        shown.add_column(name, justify="right", no_wrap=True)
     for pair in pairs:
         record = pair.to_json()
         speeds = record["tokens_per_second"]
@@ -93,7 +93,7 @@ def print_pairs(pairs: Sequence[Pair], totals: dict[str, Any]) -> None:
     same = f"{totals['identical']}/{len(pairs)}"
     shown.add_row("all", str(tokens), *_numbers(totals["tokens_per_second"], totals["speedup"], totals), same)
     out().print(shown)
-    out().print("mean length: tokens that a verify yields; accepted %: of the drafts at each position")
+    out().print("length: tokens that a verify yields on average; accepted %: of the drafts at each position; same: equal ids")
 
 
 def _numbers(speeds: dict[str, float], speedup: float, record: dict[str, Any]) -> tuple[str, ...]:

@@ -121,7 +121,7 @@ def bench(
                 observer(function.symbol, done, len(functions))
             measured.append(_measure(runner, function, probe, context, peers, seconds))
         for function, times in measured:
-            rows.append(_row(opened.manifest, function, times, context, probe.best))
+            rows.append(_row(opened.manifest, function, times, context, probe.rate))
         return BenchReport(
             artifact=str(artifact),
             program=opened.manifest.program,
@@ -129,7 +129,7 @@ def bench(
             date=datetime.datetime.now(datetime.UTC).date().isoformat(),
             command=" ".join(["circuitgraph", *sys.argv[1:]]),
             machine=describe_machine(),
-            read_bandwidth=probe.best,
+            read_bandwidth=probe.rate,
             rows=tuple(rows),
         )
     finally:
