@@ -6,6 +6,7 @@ import ctypes
 import math
 import operator
 from collections.abc import Collection, Sequence
+from numbers import Integral
 from typing import NoReturn
 
 import torch
@@ -58,8 +59,11 @@ class MtpProposer(DraftProposer):
         return self.alloc_state_for(None)
 
     def alloc_state_for(self, budget_tokens: int | None) -> MtpProposerState:
-        if budget_tokens is not None and budget_tokens < 1:
-            raise RuntimeUseError(Fault("needs room for a token", subject="budget_tokens", got=str(budget_tokens)))
+        if budget_tokens is not None and not (isinstance(budget_tokens, Integral) and budget_tokens >= 1):
+            fault = Fault(
+                "needs room for a token", subject="budget_tokens", expected="an int, 1 or more", got=repr(budget_tokens)
+            )
+            raise RuntimeUseError(fault)
         # Sequences draft up to the position limit only, so that bounds the promise too.
         rows = self.prefill_hidden_rows(budget_tokens or 0)
         with self._lock:
@@ -208,8 +212,8 @@ class MtpProposer(DraftProposer):
     ) -> list[list[int]]:
         self._check_tokens(last_tokens)
         self._check_hiddens(hiddens)
-        if num_drafts < 0:
-            self._refuse("cannot be negative", "num_drafts", "0 or more", str(num_drafts))
+        if not isinstance(num_drafts, Integral) or num_drafts < 0:
+            self._refuse("is no number of drafts", "num_drafts", "an int, 0 or more", repr(num_drafts))
         for state, position in zip(states, positions, strict=True):
             self._check_settled(state)
             self._check_next(state, position)
