@@ -57,9 +57,11 @@ format: $(READY)
 	$(BIN)/ruff check --fix --quiet
 	$(BIN)/ruff format
 
-# Then, on a machine with the GPU: python -m pytest tests/gpu --artifacts build/gpu --record tests/gpu/record.json
+# Then, on a machine with the GPU and Python $(GPU_PYTHON): python -m pip install build/gpu/wheels/*-cp312-*.whl, and
+# python -m pytest tests/gpu --artifacts build/gpu --record tests/gpu/record.json
+GPU_PYTHON ?= 3.12
 gpu-pack: $(READY)
-	$(BIN)/python -m tests.gpu.pack build/gpu
+	$(BIN)/python -m tests.gpu.pack build/gpu --python $(GPU_PYTHON)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,8 @@ def stage_text(
     """The text that `stage` leaves for one entry and width of a program, or of an artifact (folder or zip).
 
     A program without `model` takes the example config of `family` (by default the first family of that program), and
-    `cpu` without `target`. An artifact has decided all that: it takes `entry`, `width` and `stage` alone.
+    `cpu` without `target`. An artifact has decided all that: it takes `entry`, `width` and `stage` alone, and one for
+    several architectures `target`, which names one of them.
 
     Raises:
         CircuitgraphError: of the stage that failed; unknown stages, entries and widths that an artifact lacks.
@@ -65,8 +66,8 @@ def stage_text(
     if stage not in TEXT_STAGES:
         raise CircuitError(Fault(f"no stage '{stage}'", hint=did_you_mean(stage, TEXT_STAGES)))
     if _is_artifact(program):
-        _refuse_decided(program, family=family, target=target, model=model, switches=switches, schedule_file=schedule_file)
-        return _artifact_text(Path(program), entry, width, stage)
+        _refuse_decided(program, family=family, model=model, switches=switches, schedule_file=schedule_file)
+        return _artifact_text(_open_artifact(Path(program), target), entry, width, stage)
     if stage == "load":
         return _program_text(program)
     if stage == "pack":
@@ -78,7 +79,7 @@ def stage_text(
         return format_circuit(circuit)
     parsed = parse_target(target or "cpu")
     rules = load_schedule(parsed.kind, Path(schedule_file) if schedule_file else None)
-    form = plan_piece(run, circuit, entry, width, parsed.kind, rules, stop_after=stage)
+    form = plan_piece(run, circuit, entry, width, parsed.of_plans, rules, stop_after=stage)
     if stage in run.seconds or stage == "plan":
         return str(form_text(form))
     assert isinstance(form, Plan)
@@ -88,10 +89,7 @@ def stage_text(
         return backend.script(module, form)
     with tempfile.TemporaryDirectory() as folder:
         texts = backend.build(module, Path(folder)).texts
-    for ending in _GENERATED[stage]:
-        if ending in texts:
-            return texts[ending]
-    raise _no_such_text(stage, str(parsed))
+    return _generated(texts, stage, form.symbol, str(parsed))
 
 
 def explain(
@@ -114,14 +112,14 @@ def explain(
         CircuitgraphError: the program does not load, no rule accepts a group, or the artifact has no such entry and width.
     """
     if _is_artifact(program):
-        _refuse_decided(program, family=family, target=target, model=model, switches=switches, schedule_file=schedule_file)
-        records = _artifact_records(Path(program), entry, width)
+        _refuse_decided(program, family=family, model=model, switches=switches, schedule_file=schedule_file)
+        records = _artifact_records(_open_artifact(Path(program), target), entry, width)
     else:
         run = Run()
         circuit = run("resolve", str(program), lambda: program_circuit(program, family=family, model=model, switches=switches))
-        kind = parse_target(target or "cpu").kind
-        rules = load_schedule(kind, Path(schedule_file) if schedule_file else None)
-        plan = plan_piece(run, circuit, entry, width, kind, rules)
+        parsed = parse_target(target or "cpu")
+        rules = load_schedule(parsed.kind, Path(schedule_file) if schedule_file else None)
+        plan = plan_piece(run, circuit, entry, width, parsed.of_plans, rules)
         assert isinstance(plan, Plan)
         records = plan_records(plan)
     return [_explanation(record, context) for record in records]
@@ -180,43 +178,69 @@ def _refuse_decided(program: str | Path, **options: Any) -> None:
         raise ArtifactError(faults)
 
 
-def _open_symbol(path: Path, entry: str, width: int) -> tuple[Artifact, str]:
+def _open_artifact(path: Path, target: str | None) -> Artifact:
+    """With the code for `target` in front, where it was compiled for several."""
     from .artifact.store import read_artifact
 
-    artifact, symbol = read_artifact(path, to_run=False), f"{entry}_{width}"
-    functions = artifact.manifest.functions
+    artifact = read_artifact(path, to_run=False)
+    if target is None:
+        return artifact
+    manifest = artifact.manifest
+    if not manifest.others:
+        _refuse_decided(path, target=target)
+    chosen = parse_target(target).arch
+    if chosen not in manifest.builds:
+        raise ArtifactError(
+            Fault("was not compiled for that", where=str(path), subject="target", expected=", ".join(manifest.builds), got=target)
+        )
+    return replace(artifact, manifest=manifest.of(chosen))
+
+
+def _symbol(artifact: Artifact, entry: str, width: int) -> str:
+    symbol, functions = f"{entry}_{width}", artifact.manifest.functions
     if symbol not in functions:
-        raise ArtifactError(Fault(f"has no program '{symbol}'", where=str(path), hint=did_you_mean(symbol, functions)))
-    return artifact, symbol
+        raise ArtifactError(Fault(f"has no program '{symbol}'", where=str(artifact.origin), hint=did_you_mean(symbol, functions)))
+    return symbol
 
 
-def _artifact_records(path: Path, entry: str, width: int) -> list[dict[str, Any]]:
-    artifact, symbol = _open_symbol(path, entry, width)
-    file = f"plans/{symbol}.json"
+def _artifact_records(artifact: Artifact, entry: str, width: int) -> list[dict[str, Any]]:
+    file = f"plans/{artifact.manifest.folder}{_symbol(artifact, entry, width)}.json"
     if file not in artifact.manifest.files:
-        raise ArtifactError(Fault("does not say how its kernels were chosen", where=str(path), hint="Compile it again."))
+        where = str(artifact.origin)
+        raise ArtifactError(Fault("does not say how its kernels were chosen", where=where, hint="Compile it again."))
     return json.loads((artifact.folder / file).read_text(encoding="utf-8"))
 
 
-def _artifact_text(path: Path, entry: str, width: int, stage: str) -> str:
-    from .artifact.store import read_artifact
-
+def _artifact_text(artifact: Artifact, entry: str, width: int, stage: str) -> str:
+    manifest = artifact.manifest
     if stage in ("load", "resolve", "check", "pack"):
-        manifest = read_artifact(path, to_run=False).manifest
         return json.dumps(manifest.to_json(), indent=2) + "\n" if stage == "pack" else format_circuit(manifest.circuit)
-    artifact, symbol = _open_symbol(path, entry, width)
+    symbol = _symbol(artifact, entry, width)
     if stage in ("slice", "specialize"):
         from .circuit.narrow import slice_entry, specialize
 
-        sliced = slice_entry(artifact.manifest.circuit, entry)
+        sliced = slice_entry(manifest.circuit, entry)
         return format_circuit(sliced if stage == "slice" else specialize(sliced, width))
-    names = [f"src/kernels.{ending}" for ending in _GENERATED.get(stage, ())]
-    if stage not in _GENERATED:
-        names = [f"src/{symbol}.tir" if stage == "lower" else f"plans/{symbol}.txt"]
-    for name in names:
-        if name in artifact.manifest.files:
-            return (artifact.folder / name).read_text(encoding="utf-8")
-    raise _no_such_text(stage, artifact.manifest.target.kind)
+    if stage in _GENERATED:
+        start = f"src/{manifest.folder}kernels."
+        files = [name for name in manifest.files if name.startswith(start)]
+        texts = {name.removeprefix(start): (artifact.folder / name).read_text(encoding="utf-8") for name in files}
+        return _generated(texts, stage, symbol, manifest.target.kind)
+    name = f"src/{manifest.folder}{symbol}.tir" if stage == "lower" else f"plans/{manifest.folder}{symbol}.txt"
+    if name not in manifest.files:
+        raise _no_such_text(stage, manifest.target.kind)
+    return (artifact.folder / name).read_text(encoding="utf-8")
+
+
+def _generated(texts: Mapping[str, str], stage: str, symbol: str, target: str) -> str:
+    """Of `Built.texts`, the one that shows `stage` of a program."""
+    for ending in _GENERATED[stage]:
+        found = [text for name, text in texts.items() if f".{name}".endswith(f".{ending}")]
+        # Code that was cut into units: the one that defines the program's function.
+        found = [text for text in found if len(found) == 1 or f"__tvm_ffi_{symbol}(" in text]
+        if found:
+            return found[0]
+    raise _no_such_text(stage, target)
 
 
 def _no_such_text(stage: str, target: str) -> CircuitError:

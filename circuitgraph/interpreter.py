@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .circuit.ir import Circuit
+from .circuit.ir import Circuit, Value
 from .circuit.types import TensorType
 from .errors import Fault, RuntimeUseError, did_you_mean
 from .ops import TABLE, OpContext, PagedKV
@@ -29,7 +29,8 @@ def interpret(
     """Run the part of `circuit` that `entry`, or the listed `outputs`, need.
 
     Args:
-        inputs: one tensor per circuit input in use; row axis first, any number of rows.
+        inputs: one tensor per circuit input in use, and per value that the entry is given; row axis first, any number
+            of rows.
         weights: weights and tables (`rope.cos`, ...) by circuit name, in any float dtype.
         states: cache storage and addressing by state name; storage is written in place (see `ops.cache.Append`).
         entry: an entry of the circuit: its outputs and effects. `outputs` alone computes those and all effects.
@@ -47,10 +48,12 @@ def interpret(
         if name not in public:
             raise RuntimeUseError(Fault(f"no output '{name}'", where=circuit.name, hint=did_you_mean(name, public)))
     roots = [public[name] for name in wanted_outputs] + [dict(circuit.effects)[name] for name in effects]
-    needed = needed_values(circuit, roots)
+    given_values = circuit.entry(entry).given if entry else ()
+    needed = needed_values(circuit, roots, given_values)
     values: dict[str, Any] = {}
     rows: int | None = None
-    for source in circuit.sources():
+    interior = (Value(name, circuit.types[name]) for name in given_values if name in circuit.producer)
+    for source in (*circuit.sources(), *interior):
         if source.name not in needed:
             continue
         given = {**weights, **inputs, **(states or {})}.get(source.name)
@@ -61,22 +64,22 @@ def interpret(
         values[source.name] = given
     ctx = OpContext(circuit.act)
     for node in circuit.nodes:
-        if not any(value.name in needed for value in node.outputs):
+        if not any(value.name in needed and value.name not in values for value in node.outputs):
             continue
         results = TABLE[node.op].reference([values[name] for name in node.inputs], node.attr, ctx)
         values.update((value.name, result) for value, result in zip(node.outputs, results, strict=True))
     return {name: values[public[name]] for name in wanted_outputs}
 
 
-def needed_values(circuit: Circuit, roots: Sequence[str]) -> set[str]:
-    """Names of all values that `roots` depend on, themselves included."""
+def needed_values(circuit: Circuit, roots: Sequence[str], given: Sequence[str] = ()) -> set[str]:
+    """Names of all values that `roots` depend on, themselves included; what makes `given` ones is not looked at."""
     needed: set[str] = set()
     stack = list(roots)
     while stack:
         name = stack.pop()
         if name not in needed:
             needed.add(name)
-            if name in circuit.producer:
+            if name in circuit.producer and name not in given:
                 stack.extend(circuit.producer[name].inputs)
     return needed
 

@@ -26,7 +26,7 @@ from .plan.ir import Plan
 from .plan.place import place, verify_placement
 from .plan.schedule import Rule, load_schedule, schedule
 from .plan.text import format_groups, format_plan
-from .target import backend_of, parse_target
+from .target import Target, backend_of, parse_targets
 
 STAGES = ("load", "resolve", "check", "slice", "specialize", "fuse", "schedule", "place", "lower", "build", "pack")
 CIRCUIT_STAGES = ("resolve", "check", "slice", "specialize")
@@ -97,7 +97,7 @@ def dump_form(folder: Path, stage: str, subject: str, form: Any) -> None:
 
 @dataclass(frozen=True)
 class CompileResult:
-    """What `compile` made. `path` is None when `stop_after` ended it before `pack`."""
+    """What `compile` made: the plans of every architecture. `path` is None when `stop_after` ended it before `pack`."""
 
     path: Path | None
     circuit: Circuit
@@ -134,7 +134,7 @@ def compile(
         program: a shipped program's name, a YAML path, or "auto" to choose by the checkpoint's config.
         model: the drafter's checkpoint folder, or a config.json (then the weights are random).
         out: the artifact folder to make; it must not exist unless `overwrite`.
-        target: `cpu`, `cpu:portable` or `cpu:<mcpu>`.
+        target: `cpu`, `cpu:portable`, `cpu:<mcpu>`, or `cuda:` and GPU architectures: `cuda:sm_90a`, `cuda:sm_80,sm_90a`.
         widths: numbers of sequences to compile for; 1 is always added.
         context_rows: chunk sizes for prefill and catch-up. Neither numbers exceed MAX_ROWS.
         entries: which entries; by default all that are not `on_request`.
@@ -165,23 +165,24 @@ def compile(
     if stop_after in ("load", "resolve", "check"):
         return CompileResult(None, bound.circuit, (), run.seconds, report=bound.report)
     pieces = work_list(bound.circuit, entries, widths, context_rows)
-    parsed = parse_target(target)
-    rules = load_schedule(parsed.kind, Path(schedule_file) if schedule_file else None)
-    forms = [plan_piece(run, bound.circuit, entry, rows, parsed.kind, rules, stop_after) for entry, rows in pieces]
-    plans = tuple(form for form in forms if isinstance(form, Plan))
+    targets = parse_targets(target)
+    rules = load_schedule(targets[0].kind, Path(schedule_file) if schedule_file else None)
+    # Stages of several architectures have the same names: what they leave is dumped in folders apart.
+    apart = {each: Run(observer, run.dump / each.arch if run.dump else None, run.seconds) for each in targets}
+    runs = apart if len(targets) > 1 else dict.fromkeys(targets, run)
+    forms = {
+        each: [plan_piece(runs[each], bound.circuit, entry, rows, each.of_plans, rules, stop_after) for entry, rows in pieces]
+        for each in targets
+    }
+    plans = tuple(form for made in forms.values() for form in made if isinstance(form, Plan))
     if stop_after in ("slice", "specialize", "fuse", "schedule", "place"):
         return CompileResult(None, bound.circuit, plans, run.seconds, report=bound.report)
-    backend = backend_of(parsed)
-    module = run("lower", name, lambda: backend.lower(list(plans)))
-    if stop_after == "lower":
-        return CompileResult(None, bound.circuit, plans, run.seconds, report=bound.report)
     with tempfile.TemporaryDirectory() as folder:
-        built = run("build", name, lambda: backend.build(module, Path(folder)))
-        if stop_after == "build":
+        codes = [_build(runs[each], name, each, forms[each], Path(folder, each.arch), stop_after) for each in targets]
+        if stop_after not in (None, "pack"):
             return CompileResult(None, bound.circuit, plans, run.seconds, report=bound.report)
         from .artifact.pack import pack
 
-        scripts = {plan.symbol: backend.script(module, plan) for plan in plans}
         # The folders are only where `verify` and `generate` look when they are not told: the config's digest decides.
         options = {
             "target": target,
@@ -190,12 +191,22 @@ def compile(
             "model": str(Path(model).resolve()),
             "target_model": str(bound.model.target.path.resolve()) if bound.model.target is not None else None,
         }
-        artifact = run(
-            "pack",
-            name,
-            lambda: pack(Path(out), bound, plans, scripts, built, backend.description(), options, overwrite),
-        )
+        artifact = run("pack", name, lambda: pack(Path(out), bound, codes, options, overwrite))
     return CompileResult(artifact.folder, bound.circuit, plans, run.seconds, artifact.manifest, bound.report)
+
+
+def _build(run: Run, name: str, target: Target, plans: Sequence[Any], folder: Path, stop_after: str | None) -> Any:
+    """Stages `lower` and `build` for one processor: an `artifact.pack.Code`, None when `stop_after` ends before."""
+    from .artifact.pack import Code
+
+    backend = backend_of(target)
+    module = run("lower", name, lambda: backend.lower(list(plans)))
+    if stop_after == "lower":
+        return None
+    folder.mkdir(exist_ok=True)
+    built = run("build", name, lambda: backend.build(module, folder))
+    scripts = {plan.symbol: backend.script(module, plan) for plan in plans}
+    return Code(backend.description(), plans, scripts, built)
 
 
 def bind_program(run: Run, program, model, family, target_model, switches, act, kv, wt) -> Any:
@@ -271,13 +282,16 @@ def _faulty_rows(circuit: Circuit, option: str, given: object) -> list[Fault]:
 
 
 def plan_piece(
-    run: Run, circuit: Circuit, entry: str, rows: int, kind: str, rules: tuple[Rule, ...], stop_after: str | None = None
+    run: Run, circuit: Circuit, entry: str, rows: int, target: str, rules: tuple[Rule, ...], stop_after: str | None = None
 ) -> Circuit | Plan:
-    """Stages `slice` to `place` for one entry and number of rows: the form that the last of them left."""
+    """Stages `slice` to `place` for one entry and number of rows: the form that the last of them left.
+
+    target: `Target.of_plans`.
+    """
     stages: tuple[tuple[str, Callable[[Any], Any]], ...] = (
         ("slice", lambda form: slice_entry(form, entry)),
         ("specialize", lambda form: specialize(form, rows)),
-        ("fuse", lambda form: fuse(form, entry, rows, kind)),
+        ("fuse", lambda form: fuse(form, entry, rows, target)),
         ("schedule", lambda form: schedule(form, rules)),
         ("place", place),
     )

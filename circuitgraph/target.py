@@ -1,6 +1,6 @@
 """Targets: what a plan is built for.
 
-`cpu` is this machine, `cpu:portable` and `cpu:<mcpu>` are others; `cuda:sm_90a` is a GPU.
+`cpu` is this machine, `cpu:portable` and `cpu:<mcpu>` are others; `cuda:sm_90a` is a GPU, `cuda:sm_80,sm_90a` are two.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from .errors import BuildError, Fault, did_you_mean
 from .kernels import register_kernels
+from .kernels.cuda.architectures import ARCHITECTURES, DEFAULT
 from .plan.ir import Plan
 
 
@@ -25,10 +26,15 @@ class Target:
     def __str__(self) -> str:
         return f"{self.kind}:{self.arch}" if self.arch else self.kind
 
+    @property
+    def of_plans(self) -> str:
+        """What plans are made for: on CPUs for all processors, on GPUs for one architecture."""
+        return self.kind if self.kind == "cpu" else str(self)
+
 
 @dataclass(frozen=True)
 class Built:
-    """What building left: the library, and its generated texts by file ending (`ll`, `s`)."""
+    """What building left: the library, and its generated texts by file ending (`ll`, `s`, or `0.cu`, `1.cu` of two)."""
 
     library: Path
     texts: dict[str, str]
@@ -57,16 +63,40 @@ class Backend(Protocol):
 KINDS = ("cpu", "cuda")
 
 
-def parse_target(text: str) -> Target:
-    """'cpu', 'cpu:portable', 'cpu:<mcpu>', 'cuda' or 'cuda:sm_<number>'.
+def parse_targets(text: str) -> tuple[Target, ...]:
+    """'cpu', 'cpu:portable', 'cpu:<mcpu>', 'cuda', or 'cuda:' and architectures: all that one artifact is built for.
 
     Raises:
-        BuildError: a kind that there is no backend for.
+        BuildError: a kind that there is no backend for; an architecture without kernels, or one named twice.
     """
-    kind, _, arch = text.partition(":")
+    kind, _, rest = text.partition(":")
     if kind not in KINDS:
         raise BuildError(Fault(f"no target '{text}'", hint=did_you_mean(kind, KINDS)))
-    return Target(kind, arch)
+    if kind == "cpu":
+        return (Target(kind, rest),)
+    names = [name.strip() for name in rest.split(",")] if rest else [DEFAULT]
+    faults = []
+    for index, name in enumerate(names):
+        if name not in ARCHITECTURES:
+            hint = did_you_mean(name, ARCHITECTURES)
+            faults.append(Fault(f"no target 'cuda:{name}'", where=f"target '{text}'", hint=hint))
+        elif name in names[:index]:
+            faults.append(Fault(f"'{name}' is there twice", where=f"target '{text}'", hint="Name every architecture once."))
+    if faults:
+        raise BuildError(faults)
+    return tuple(Target(kind, name) for name in names)
+
+
+def parse_target(text: str) -> Target:
+    """One of `parse_targets`, where several make no sense.
+
+    Raises:
+        BuildError: as there, and for several architectures.
+    """
+    first, *others = parse_targets(text)
+    if others:
+        raise BuildError(Fault("one architecture at a time", where=f"target '{text}'", hint=f"For example '{first}'."))
+    return first
 
 
 def backend_of(target: Target) -> Backend:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import tvm_ffi
 
-from circuitgraph.artifact import Manifest
-from circuitgraph.errors import ArtifactError, Fault, RuntimeUseError
+from circuitgraph.artifact import Manifest, check_device
+from circuitgraph.errors import Fault, RuntimeUseError
 from circuitgraph.ops import TORCH_DTYPES
 
 from .compiled import CHAIN_FUNCTIONS, CompiledRunner, _Program
@@ -24,28 +24,6 @@ from .runner import Caches, DraftChain, DraftStep, _kind
 
 MOST_GRAPHS = 64
 """Graphs kept per runner; beyond that the one that was used longest ago is dropped."""
-
-
-def check_device(manifest: Manifest, device: torch.device, where: str) -> None:
-    """Raises ArtifactError when the GPU cannot run what was compiled."""
-    if not torch.cuda.is_available():
-        hint = "Load it on a machine with a GPU and a CUDA build of torch."
-        raise ArtifactError(Fault(f"was compiled for '{manifest.target.mcpu}', and there is no GPU here", where=where, hint=hint))
-    major, minor = torch.cuda.get_device_capability(device)
-    wanted = manifest.target.mcpu.removeprefix("sm_")
-    # An `a` architecture runs on that one alone; others on later minor versions of the same major one too.
-    number = int(wanted.rstrip("a"))
-    fits = number == 10 * major + minor if wanted.endswith("a") else number // 10 == major and number % 10 <= minor
-    if not fits:
-        name = torch.cuda.get_device_name(device)
-        fault = Fault(
-            "was compiled for another GPU",
-            where=where,
-            subject="target",
-            expected=f"sm_{major}{minor} ({name})",
-            got=f"sm_{wanted}",
-        )
-        raise ArtifactError(fault)
 
 
 class CudaRunner(CompiledRunner):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from circuitgraph.artifact import Manifest, read_artifact
+from circuitgraph.artifact import Manifest, built_for_gpu, check_device, read_artifact
 from circuitgraph.errors import Fault, RuntimeUseError
 
 from .binding import bind_weights
 from .compiled import CompiledRunner, open_library
-from .cuda import CudaRunner, check_device
+from .cuda import CudaRunner
 
 
 def load(
@@ -48,6 +49,9 @@ def load(
     """
     artifact = read_artifact(path)
     place = _device(artifact.manifest, device, str(path))
+    if place.type == "cuda":
+        artifact = replace(artifact, manifest=built_for_gpu(artifact.manifest, place))
+        check_device(artifact.manifest, place, str(path))
     bound = bind_weights(
         artifact, weights=weights, model=model, target_model=target_model, max_position=max_position, seed=seed, device=place
     )
@@ -59,7 +63,6 @@ def _device(manifest: Manifest, device: torch.device | str | None, where: str) -
     """Where an artifact runs, with the index of the GPU filled in.
 
     Raises:
-        ArtifactError: the GPU is absent or another one than it was compiled for.
         RuntimeUseError: a device of another kind.
     """
     kind = manifest.target.kind
@@ -69,5 +72,4 @@ def _device(manifest: Manifest, device: torch.device | str | None, where: str) -
     if kind != "cuda":
         return torch.device("cpu")
     place = torch.device(device or "cuda")
-    check_device(manifest, place, where)
     return torch.device("cuda", torch.cuda.current_device()) if place.index is None else place

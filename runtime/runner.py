@@ -116,7 +116,18 @@ class DraftRunner(abc.ABC):
 
     @cached_property
     def hidden_size(self) -> int:
-        return next(int(item.type.shape[-1]) for item in self.circuit.inputs if item.name == "hidden")
+        """Columns of the hidden that is handed in.
+
+        Raises:
+            RuntimeUseError: the program's first step takes something else.
+        """
+        size = next((int(item.type.shape[-1]) for item in self.circuit.inputs if item.name == "hidden"), None)
+        if size is None:
+            got = ", ".join(item.name for item in self.circuit.inputs)
+            hint = "The interpreter and its compiled functions run it; no runner drives it yet."
+            fault = Fault("takes no 'hidden'", where=self.circuit.name, expected="an input 'hidden'", got=got, hint=hint)
+            raise RuntimeUseError(fault)
+        return size
 
     @cached_property
     def vocab_size(self) -> int:

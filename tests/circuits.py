@@ -16,6 +16,7 @@ SMALL = {
     "rotary_dim": 8,
     "intermediate_size": 80,
     "vocab_size": 131,
+    "draft_vocab_size": 40,
     "rms_norm_eps": 1e-6,
     "attention_scale": 0.25,
 }

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..circuit.ir import Circuit
 from ..circuit.text import circuit_from_json, circuit_to_json
 from ..errors import ArtifactError, Fault
+from .reader import Reader
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 
 ROLES = ("input", "state", "table", "weight", "workspace", "output")
@@ -86,6 +87,15 @@ class Function:
 
 
 @dataclass(frozen=True)
+class Build:
+    """The code for one processor."""
+
+    target: Target
+    library: str
+    functions: Mapping[str, Function]
+
+
+@dataclass(frozen=True)
 class WeightSpec:
     """A weight as the code expects it, and where it is bound from.
 
@@ -105,7 +115,8 @@ class WeightSpec:
 class Manifest:
     """See the fields' types. Widths and switches are derived: functions and the circuit hold them.
 
-    functions: by name, e.g. `draft_4`. rope: table name to `RopeSpec.to_json()`. max_position: rows of those tables.
+    functions: by name, e.g. `draft_4`. others: the code for further architectures, by their names; `of` takes one of them
+    as target, library and functions. rope: table name to `RopeSpec.to_json()`. max_position: rows of those tables.
     options: what the compile call was given, for people. files: relative name to SHA-256, filled in by the writer.
     weight_file: of the weights whose source is `artifact`: `model.safetensors` in a folder of its own.
     """
@@ -121,6 +132,7 @@ class Manifest:
     max_position: int
     library: str
     weight_file: str | None = None
+    others: Mapping[str, Build] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     tools: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
@@ -131,6 +143,22 @@ class Manifest:
 
     def function(self, entry: str, rows: int) -> Function:
         return next(f for f in self.functions.values() if (f.entry, f.rows) == (entry, rows))
+
+    @property
+    def builds(self) -> dict[str, Build]:
+        """All code, by the processor that it is for."""
+        return {self.target.mcpu: Build(self.target, self.library, self.functions), **self.others}
+
+    @property
+    def folder(self) -> str:
+        """Where below `plans/` and `src/` the texts of its functions lie."""
+        return f"{self.target.mcpu}/" if self.others else ""
+
+    def of(self, mcpu: str) -> Manifest:
+        """The manifest of the same artifact with the code for `mcpu` as its target, library and functions."""
+        builds = self.builds
+        chosen = builds.pop(mcpu)
+        return replace(self, target=chosen.target, library=chosen.library, functions=chosen.functions, others=builds)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data. `switches` and `entries` repeat, for readers, what the circuit and the functions say.
@@ -143,7 +171,7 @@ class Manifest:
             "family": self.family,
             "switches": dict(self.circuit.facts),
             "entries": {entry: list(self.widths(entry)) for entry in sorted({f.entry for f in self.functions.values()})},
-            "target": {**vars(self.target), "features": list(self.target.features)},
+            "target": _target_json(self.target),
             "model": vars(self.model),
             "max_position": self.max_position,
             "library": self.library,
@@ -153,16 +181,14 @@ class Manifest:
             "files": dict(self.files),
             "weights": {name: {**vars(spec), "shape": list(spec.shape)} for name, spec in self.weights.items()},
             "rope": {name: dict(spec) for name, spec in self.rope.items()},
-            "functions": {
+            "functions": _functions_json(self.functions),
+            "others": {
                 name: {
-                    "entry": function.entry,
-                    "rows": function.rows,
-                    "symbol": function.symbol,
-                    "workspace_bytes": function.workspace_bytes,
-                    "cost": {"bytes": function.cost_bytes, "flops": function.cost_flops},
-                    "args": [{**vars(arg), "shape": list(arg.shape)} for arg in function.args],
+                    "target": _target_json(build.target),
+                    "library": build.library,
+                    "functions": _functions_json(build.functions),
                 }
-                for name, function in self.functions.items()
+                for name, build in self.others.items()
             },
             "circuit": circuit_to_json(self.circuit),
         }
@@ -183,30 +209,43 @@ class Manifest:
         except (ValueError, RecursionError) as error:
             hint = "The artifact is damaged: compile again."
             raise ArtifactError(Fault(f"is not JSON: {error}", where=file, hint=hint)) from None
-        top = _Reader(data, file, "")
+        top = Reader(data, file, "")
         try:
             return _read_manifest(top)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             top.refuse("circuit", f"is not a circuit ({error!r})")
 
 
-def _read_manifest(top: _Reader) -> Manifest:
+def _target_json(target: Target) -> dict[str, Any]:
+    return {**vars(target), "features": list(target.features)}
+
+
+def _functions_json(functions: Mapping[str, Function]) -> dict[str, Any]:
+    return {
+        name: {
+            "entry": function.entry,
+            "rows": function.rows,
+            "symbol": function.symbol,
+            "workspace_bytes": function.workspace_bytes,
+            "cost": {"bytes": function.cost_bytes, "flops": function.cost_flops},
+            "args": [{**vars(arg), "shape": list(arg.shape)} for arg in function.args],
+        }
+        for name, function in functions.items()
+    }
+
+
+def _read_manifest(top: Reader) -> Manifest:
     version = top.value("format", int)
     if version != FORMAT:
         hint = "Compile again with this version, or install the one that wrote it."
         top.refuse("format", "the artifact has another format version", expected=str(FORMAT), got=str(version), hint=hint)
-    target, model = top.inner("target"), top.inner("model")
+    model = top.inner("model")
     top.value("digest", str)
     manifest = Manifest(
         program=top.value("program", str),
         family=top.value("family", str),
         circuit=circuit_from_json(top.value("circuit", dict)),
-        target=Target(
-            kind=target.value("kind", str),
-            arch=target.value("arch", str),
-            mcpu=target.value("mcpu", str),
-            features=tuple(target.items("features", str)),
-        ),
+        target=_read_target(top.inner("target")),
         model=Model(
             name=model.value("name", str),
             config_digest=model.value("config_digest", str),
@@ -220,6 +259,7 @@ def _read_manifest(top: _Reader) -> Manifest:
         max_position=top.value("max_position", int),
         library=top.value("library", str),
         weight_file=top.value("weight_file", (str, type(None))),
+        others=top.table("others", _read_build),
         options=top.value("options", dict),
         tools=top.value("tools", dict),
         files=top.value("files", dict),
@@ -228,23 +268,21 @@ def _read_manifest(top: _Reader) -> Manifest:
     return manifest
 
 
-def _check_whole(manifest: Manifest, top: _Reader) -> None:
+def _check_whole(manifest: Manifest, top: Reader) -> None:
     """What no single key shows: unknown keys, and parts that disagree."""
     for name, digest in manifest.files.items():
         if not isinstance(digest, str) or name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/"):
             top.refuse(f"files.{name}", "is not a relative file name with its digest")
-    for key, name in (("library", manifest.library), ("weight_file", manifest.weight_file)):
-        if name is not None and name not in manifest.files:
-            top.refuse(key, f"'{name}' is not among the files")
-    calls = {}
-    for name, function in manifest.functions.items():
-        if (function.entry, function.rows) in calls:
-            other = calls[function.entry, function.rows]
-            top.refuse(f"functions.{name}", f"serves the same entry and rows as '{other}'")
-        calls[function.entry, function.rows] = name
-        for arg in function.args:
-            if arg.role == "weight" and arg.name not in manifest.weights:
-                top.refuse(f"functions.{name}.args.{arg.name}", "is a weight that 'weights' does not list")
+    if manifest.weight_file is not None and manifest.weight_file not in manifest.files:
+        top.refuse("weight_file", f"'{manifest.weight_file}' is not among the files")
+    own = Build(manifest.target, manifest.library, manifest.functions)
+    for name, build in {"": own, **manifest.others}.items():
+        key = f"others.{name}." if name else ""
+        if name and (name != build.target.mcpu or name == manifest.target.mcpu):
+            top.refuse(f"{key}target.mcpu", "is the processor of other code, too", expected=name, got=build.target.mcpu)
+        if build.library not in manifest.files:
+            top.refuse(f"{key}library", f"'{build.library}' is not among the files")
+        _check_functions(build.functions, manifest.weights, f"{key}functions", top)
     written = manifest.to_json()
     for key, value in top.data.items():
         if written.get(key, _ABSENT) != value and key != "digest":
@@ -253,12 +291,41 @@ def _check_whole(manifest: Manifest, top: _Reader) -> None:
         top.refuse("digest", "is of another manifest", expected=written["digest"], got=top.data["digest"])
 
 
+def _check_functions(functions: Mapping[str, Function], weights: Mapping[str, WeightSpec], key: str, top: Reader) -> None:
+    calls = {}
+    for name, function in functions.items():
+        if (function.entry, function.rows) in calls:
+            other = calls[function.entry, function.rows]
+            top.refuse(f"{key}.{name}", f"serves the same entry and rows as '{other}'")
+        calls[function.entry, function.rows] = name
+        for arg in function.args:
+            if arg.role == "weight" and arg.name not in weights:
+                top.refuse(f"{key}.{name}.args.{arg.name}", "is a weight that 'weights' does not list")
+
+
 _ABSENT = object()
 
 
-def _read_function(reader: _Reader) -> Function:
+def _read_target(reader: Reader) -> Target:
+    return Target(
+        kind=reader.value("kind", str),
+        arch=reader.value("arch", str),
+        mcpu=reader.value("mcpu", str),
+        features=tuple(reader.items("features", str)),
+    )
+
+
+def _read_build(reader: Reader) -> Build:
+    return Build(
+        target=_read_target(reader.inner("target")),
+        library=reader.value("library", str),
+        functions=reader.table("functions", _read_function),
+    )
+
+
+def _read_function(reader: Reader) -> Function:
     cost = reader.inner("cost")
-    args = [_Reader(data, reader.file, f"{reader.key}.args.{index}") for index, data in enumerate(reader.items("args", dict))]
+    args = [Reader(data, reader.file, f"{reader.key}.args.{index}") for index, data in enumerate(reader.items("args", dict))]
     return Function(
         entry=reader.value("entry", str),
         rows=reader.value("rows", int),
@@ -270,7 +337,7 @@ def _read_function(reader: _Reader) -> Function:
     )
 
 
-def _read_arg(reader: _Reader) -> Arg:
+def _read_arg(reader: Reader) -> Arg:
     return Arg(
         name=reader.value("name", str),
         role=reader.value("role", str, ROLES),
@@ -279,7 +346,7 @@ def _read_arg(reader: _Reader) -> Arg:
     )
 
 
-def _read_weight(reader: _Reader) -> WeightSpec:
+def _read_weight(reader: Reader) -> WeightSpec:
     return WeightSpec(
         dtype=reader.value("dtype", str, DTYPES),
         shape=tuple(reader.items("shape", int)),
@@ -287,47 +354,3 @@ def _read_weight(reader: _Reader) -> WeightSpec:
         source=reader.value("source", str, SOURCES),
         stored=reader.value("stored", str, ("", *DTYPES)),
     )
-
-
-class _Reader:
-    """One JSON object of the manifest, and where it is."""
-
-    def __init__(self, data: Any, file: str, key: str):
-        self.file, self.key = file, key
-        if not isinstance(data, dict):
-            self.refuse("", "must be an object", got=type(data).__name__)
-        self.data: dict[str, Any] = data
-
-    def refuse(self, key: str, message: str, **details: str) -> NoReturn:
-        subject = ".".join(part for part in (self.key, key) if part)
-        details.setdefault("hint", "The artifact is damaged or was edited: compile again.")
-        raise ArtifactError(Fault(message, where=self.file, subject=subject or None, **details))
-
-    def value(self, key: str, kind: type | tuple[type, ...], choices: tuple[str, ...] = ()) -> Any:
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        expected = " or ".join("null" if k is type(None) else k.__name__ for k in kinds)
-        if key not in self.data:
-            self.refuse(key, "is absent", expected=expected)
-        value = self.data[key]
-        if type(value) not in kinds:
-            self.refuse(key, "has the wrong type", expected=expected, got=type(value).__name__)
-        if choices and value not in choices:
-            self.refuse(key, "has an unknown value", expected=", ".join(choices), got=repr(value))
-        return value
-
-    def items(self, key: str, kind: type | tuple[type, ...]) -> list[Any]:
-        items = self.value(key, list)
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        for index, item in enumerate(items):
-            if type(item) not in kinds:
-                expected = " or ".join(k.__name__ for k in kinds)
-                self.refuse(f"{key}.{index}", "has the wrong type", expected=expected, got=type(item).__name__)
-        return items
-
-    def inner(self, key: str) -> _Reader:
-        return _Reader(self.value(key, dict), self.file, f"{self.key}.{key}".strip("."))
-
-    def table(self, key: str, read: Callable[[_Reader], Any]) -> dict[str, Any]:
-        """An object of objects, each read by `read`."""
-        rows = self.inner(key)
-        return {name: read(rows.inner(name)) for name in rows.data}

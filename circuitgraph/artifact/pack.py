@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,52 +16,73 @@ from ..lower import argument_values
 from ..plan.ir import Plan
 from ..plan.text import CONTEXT_FOR_COST, format_plan, plan_records
 from ..target import Built
-from .manifest import Arg, Function, Manifest, Model, Target, WeightSpec, config_digest
+from .manifest import Arg, Build, Function, Manifest, Model, Target, WeightSpec, config_digest
 from .store import Artifact, write_artifact
+
+
+@dataclass(frozen=True)
+class Code:
+    """What was made for one processor.
+
+    target: `Backend.description()`. scripts: the lowered text of each plan by symbol, kept so that `show` works without a
+    compiler.
+    """
+
+    target: Mapping[str, Any]
+    plans: Sequence[Plan]
+    scripts: Mapping[str, str]
+    built: Built
 
 
 def pack(
     out: Path,
     bound: BoundProgram,
-    plans: Sequence[Plan],
-    scripts: Mapping[str, str],
-    built: Built,
-    target: Mapping[str, Any],
+    codes: Sequence[Code],
     options: Mapping[str, Any],
     overwrite: bool,
 ) -> Artifact:
     """Write the artifact folder `out`.
 
     Args:
-        scripts: the lowered text of each plan by symbol, kept so that `show` works without a compiler.
-        target: `Backend.description()`.
+        codes: of every processor, the one to name first in front. Their texts have folders of their own where there are
+            several.
         options: what the caller asked for, kept for readers.
 
     Raises:
         ArtifactError: `out` exists, or the disk refused; nothing is left then.
     """
-    # A loader that has a library of this path open hands out the old one: a new library gets a new name.
-    digest = hashlib.sha256(built.library.read_bytes()).hexdigest()[:12]
-    library = f"lib/kernels-{digest}.so"
-    files: dict[str, bytes | Path] = {library: built.library}
-    files.update({f"plans/{plan.symbol}.txt": format_plan(plan).encode() for plan in plans})
-    files.update({f"plans/{plan.symbol}.json": json.dumps(plan_records(plan), indent=1).encode() for plan in plans})
-    files.update({f"src/{symbol}.tir": text.encode() for symbol, text in scripts.items()})
-    files.update({f"src/kernels.{kind}": text.encode() for kind, text in built.texts.items()})
-    return write_artifact(out, make_manifest(bound, plans, target, options, library), files, overwrite=overwrite)
+    files: dict[str, bytes | Path] = {}
+    builds = []
+    for code in codes:
+        # A loader that has a library of this path open hands out the old one: a new library gets a new name.
+        digest = hashlib.sha256(code.built.library.read_bytes()).hexdigest()[:12]
+        library = f"lib/kernels-{digest}.so"
+        files[library] = code.built.library
+        builds.append(_build(code, library))
+        folder = f"{code.target['mcpu']}/" if len(codes) > 1 else ""
+        for plan in code.plans:
+            files[f"plans/{folder}{plan.symbol}.txt"] = format_plan(plan).encode()
+            files[f"plans/{folder}{plan.symbol}.json"] = json.dumps(plan_records(plan), indent=1).encode()
+        files.update({f"src/{folder}{symbol}.tir": text.encode() for symbol, text in code.scripts.items()})
+        files.update({f"src/{folder}kernels.{kind}": text.encode() for kind, text in code.built.texts.items()})
+    return write_artifact(out, make_manifest(bound, builds, options), files, overwrite=overwrite)
 
 
-def make_manifest(
-    bound: BoundProgram, plans: Sequence[Plan], target: Mapping[str, Any], options: Mapping[str, Any], library: str
-) -> Manifest:
+def _build(code: Code, library: str) -> Build:
+    target = Target(code.target["kind"], platform.machine(), code.target["mcpu"], tuple(code.target["features"]))
+    return Build(target, library, {plan.symbol: _function(plan) for plan in code.plans})
+
+
+def make_manifest(bound: BoundProgram, builds: Sequence[Build], options: Mapping[str, Any]) -> Manifest:
     """All that a loader must know; digests of the files are the writer's."""
+    first, *others = builds
     config = bound.config.values
     longest = [spec.max_position or DEFAULT_POSITIONS for spec in bound.rope.values()]
     return Manifest(
         program=bound.program,
         family=bound.family,
         circuit=bound.circuit,
-        target=Target(target["kind"], platform.machine(), target["mcpu"], tuple(target["features"])),
+        target=first.target,
         model=Model(
             name=bound.model.path.name,
             config_digest=config_digest(bound.model.config.data),
@@ -68,14 +90,15 @@ def make_manifest(
             vocab_size=config["vocab_size"],
             target_digest=config_digest(bound.model.target.config.data) if bound.model.target is not None else "",
         ),
-        functions={plan.symbol: _function(plan) for plan in plans},
+        functions=first.functions,
         weights={
             weight.name: _weight(weight.type.dtype, _numbers(weight.type.shape), bound.tensors[weight.name])
             for weight in bound.circuit.weights
         },
         rope={name: spec.to_json() for name, spec in bound.rope.items()},
         max_position=min([*longest, DEFAULT_POSITIONS]),
-        library=library,
+        library=first.library,
+        others={build.target.mcpu: build for build in others},
         options=options,
         tools=tool_versions(),
     )

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
 import shutil
 import tempfile
 import zipfile
@@ -14,10 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
 from ..errors import ArtifactError, Fault
-from .manifest import MANIFEST, Manifest, Target
+from .machine import built_for_gpu, check_target
+from .manifest import MANIFEST, Manifest
 
 
 @dataclass(frozen=True)
@@ -139,39 +137,6 @@ def pack_zip(folder: str | Path, file: str | Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def machine_features() -> frozenset[str] | None:
-    """Instruction sets of this machine's CPU by LLVM's names (as far as they matter here), None where unknown."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return None
-    flags = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), None)
-    # The kernel writes sse4_2 where LLVM writes sse4.2; the other names are the same.
-    return None if flags is None else frozenset(name.replace("sse4_", "sse4.") for name in flags.split())
-
-
-def check_target(target: Target, where: str) -> None:
-    """Raises ArtifactError when code for `target` cannot run on this machine. Whether the GPU fits, the runner checks."""
-    if target.kind != "cpu" and not (target.kind == "cuda" and torch.cuda.is_available()):
-        hint = "Compile for the CPU here, or load it where that device is."
-        raise ArtifactError(Fault(f"was compiled for '{target.kind}'", where=where, subject="target", expected="cpu", hint=hint))
-    here = platform.machine()
-    if target.arch != here:
-        message = "was compiled for another architecture"
-        raise ArtifactError(Fault(message, where=where, subject="target.arch", expected=here, got=target.arch))
-    have = machine_features()
-    missing = [] if have is None else [name for name in target.features if name not in have]
-    if missing:
-        raise ArtifactError(
-            Fault(
-                f"was compiled for '{target.mcpu}', and this CPU lacks {', '.join(missing)}",
-                where=where,
-                subject="target.features",
-                hint="Compile on this machine, or with a portable mcpu.",
-            )
-        )
-
-
 def _read_zip(path: Path, to_run: bool) -> Artifact:
     hint = "The file is damaged or no artifact: pack or copy it again."
     temporary = tempfile.TemporaryDirectory(prefix="circuitgraph-")
@@ -200,6 +165,8 @@ def _verified(artifact: Artifact, to_run: bool) -> Artifact:
     where = str(artifact.origin)
     if to_run:
         check_target(artifact.manifest.target, where)
+        if artifact.manifest.others:
+            artifact = replace(artifact, manifest=built_for_gpu(artifact.manifest))
     for name, digest in artifact.manifest.files.items():
         path = artifact.folder / name
         if not path.is_file():

@@ -40,6 +40,9 @@ def check(circuit: Circuit) -> None:
         for name in entry.effects:
             if name not in dict(circuit.effects):
                 faults.append(_fault(circuit, None, f"entry '{entry.name}' has no state '{name}'"))
+        for name in entry.given:
+            if name not in types or isinstance(types[name], StateType):
+                faults.append(_fault(circuit, None, f"entry '{entry.name}' is given '{name}', which is no tensor of the circuit"))
     if not faults:
         roots = [name for _, name in (*circuit.outputs, *circuit.effects)]
         needed = needed_values(circuit, roots)

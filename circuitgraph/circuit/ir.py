@@ -113,7 +113,8 @@ class Entry:
     """A slice of the graph that can be called: what it computes and which states it changes.
 
     `rows` says what the row axis is: `sequences` (one row a sequence) or `context` (rows of several sequences, a
-    chunk at a time). An entry `on_request` is compiled only when it is asked for by name.
+    chunk at a time). An entry `on_request` is compiled only when it is asked for by name. Values that are `given` are
+    inputs of this entry, whatever makes them in others.
     """
 
     name: str
@@ -121,6 +122,7 @@ class Entry:
     outputs: tuple[str, ...] = ()
     effects: tuple[str, ...] = ()
     on_request: bool = False
+    given: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from .types import StateType, TensorType
 
 
 def slice_entry(circuit: Circuit, name: str) -> Circuit:
-    """Only what entry `name` computes: its outputs and effects, and what they depend on.
+    """Only what entry `name` computes: its outputs and effects, and what they depend on, as far as it is not given.
 
     Before: the whole head. After (`context` of a one-layer head): norms, fc, k and v, append.
 
@@ -24,14 +24,18 @@ def slice_entry(circuit: Circuit, name: str) -> Circuit:
     entry = known[name]
     outputs = tuple((public, value) for public, value in circuit.outputs if public in entry.outputs)
     effects = tuple((state, value) for state, value in circuit.effects if state in entry.effects)
-    needed = needed_values(circuit, [value for _, value in (*outputs, *effects)])
+    needed = needed_values(circuit, [value for _, value in (*outputs, *effects)], entry.given)
+    given = [name for name in entry.given if name in needed and name in circuit.producer]
+    inputs = [item for item in circuit.inputs if item.name in needed]
+    inputs += [Input(name, circuit.types[name]) for name in given]  # type: ignore[arg-type]
+    computed = needed.difference(given)
     return replace(
         circuit,
-        inputs=tuple(item for item in circuit.inputs if item.name in needed),
+        inputs=tuple(inputs),
         states=tuple(state for state in circuit.states if state.name in needed),
         tables=tuple(table for table in circuit.tables if any(value.name in needed for value in table.tensors())),
         weights=tuple(weight for weight in circuit.weights if weight.name in needed),
-        nodes=tuple(node for node in circuit.nodes if any(value.name in needed for value in node.outputs)),
+        nodes=tuple(node for node in circuit.nodes if any(value.name in computed for value in node.outputs)),
         outputs=outputs,
         effects=effects,
         entries=(entry,),

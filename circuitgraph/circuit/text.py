@@ -40,6 +40,8 @@ def format_circuit(circuit: Circuit) -> str:
     lines.append("entries:")
     for entry in circuit.entries:
         parts = [f"rows: {entry.rows}"]
+        if entry.given:
+            parts.append(f"given: [{', '.join(entry.given)}]")
         if entry.outputs:
             parts.append(f"outputs: [{', '.join(entry.outputs)}]")
         if entry.effects:
@@ -92,6 +94,7 @@ def circuit_to_json(circuit: Circuit) -> dict[str, Any]:
                 "outputs": list(e.outputs),
                 "effects": list(e.effects),
                 "on_request": e.on_request,
+                **({"given": list(e.given)} if e.given else {}),
             }
             for e in circuit.entries
         ],
@@ -119,7 +122,8 @@ def circuit_from_json(data: dict[str, Any]) -> Circuit:
         outputs=tuple(data["outputs"].items()),
         effects=tuple(data["effects"].items()),
         entries=tuple(
-            Entry(e["name"], e["rows"], tuple(e["outputs"]), tuple(e["effects"]), e["on_request"]) for e in data["entries"]
+            Entry(e["name"], e["rows"], tuple(e["outputs"]), tuple(e["effects"]), e["on_request"], tuple(e.get("given", ())))
+            for e in data["entries"]
         ),
         facts=tuple(data["facts"].items()),
     )

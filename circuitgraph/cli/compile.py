@@ -67,7 +67,9 @@ def compile_(
 
     from ..measure.weights import gguf_file
     from ..pipeline import compile, work_list
+    from ..target import parse_targets
 
+    targets = parse_targets(target)
     if target_model is not None and gguf_file(target_model):
         # Nothing of a GGUF target can be mapped: what the drafter borrows is converted when it is loaded.
         notes().print(f"embedding and lm_head will be borrowed from {target_model.name} when the artifact is loaded")
@@ -90,13 +92,13 @@ def compile_(
             overwrite=overwrite,
             dump=dump,
             stop_after=stop_after,
-            observer=CompileProgress(report, lambda circuit: len(work_list(circuit, None, rows, chunks))),
+            observer=CompileProgress(report, lambda circuit: len(work_list(circuit, None, rows, chunks)), len(targets)),
         )
     if as_json:
         print_json(_record(result))
         return
     seconds = sum(result.seconds.values())
-    programs = ", ".join(plan.symbol for plan in result.plans)
+    programs = ", ".join(dict.fromkeys(plan.symbol for plan in result.plans))
     notes().print(f"{result.circuit.name}: {len(result.plans)} programs in {seconds:.1f} s ({programs})")
     if result.path is None:
         notes().print("nothing written, as asked")
@@ -113,6 +115,7 @@ def _record(result: Any) -> dict[str, Any]:
             {
                 "entry": plan.entry,
                 "rows": plan.rows,
+                "target": plan.target,
                 "kernels": len(plan.groups),
                 "workspace_bytes": plan.workspace_bytes,
             }

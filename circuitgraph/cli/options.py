@@ -48,9 +48,19 @@ TargetModel = Annotated[
         help="The target model's folder (safetensors or GGUF), for weights that the drafter borrows from it.",
     ),
 ]
-Target = Annotated[str, typer.Option("--target", help="'cpu' is this machine's processor; 'cpu:MCPU' another, by LLVM's name.")]
+Target = Annotated[
+    str,
+    typer.Option(
+        "--target",
+        help="'cpu' is this machine's processor, 'cpu:MCPU' another, by LLVM's name; 'cuda:sm_90a' a GPU, or several: "
+        "'cuda:sm_80,sm_90a'.",
+    ),
+]
 PlanTarget = Annotated[
-    str | None, typer.Option("--target", help="As in 'compile'; 'cpu' when left out. An artifact has its own.")
+    str | None,
+    typer.Option(
+        "--target", help="As in 'compile', one; 'cpu' when left out. Of an artifact for several GPUs, which one to look at."
+    ),
 ]
 Family = Annotated[
     str | None,

@@ -28,14 +28,15 @@ class CompileProgress:
     """The pipeline's observer. How much there is to do is known once the program has been checked."""
 
     STAGES_PER_PIECE = 5  # slice, specialize, fuse, schedule, place
-    STAGES_AFTER = 3  # lower, build, pack
+    STAGES_PER_TARGET = 2  # lower, build; and pack in the end
 
-    def __init__(self, report: Report, count_pieces: Callable[[Any], int]):
-        self.report, self.count_pieces = report, count_pieces
+    def __init__(self, report: Report, count_pieces: Callable[[Any], int], targets: int = 1):
+        self.report, self.count_pieces, self.targets = report, count_pieces, targets
         self.done, self.total = 0, 1
 
     def __call__(self, stage: str, subject: str, result: Any, seconds: float) -> None:
         self.done += 1
         if stage == "check":
-            self.total = self.done + self.STAGES_PER_PIECE * self.count_pieces(result) + self.STAGES_AFTER
+            each = self.STAGES_PER_PIECE * self.count_pieces(result) + self.STAGES_PER_TARGET
+            self.total = self.done + self.targets * each + 1
         self.report(f"{stage} {subject}", self.done, max(self.total, self.done))

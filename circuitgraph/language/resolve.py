@@ -100,7 +100,7 @@ class _Resolver:
         self._body(self.program.body, scope, "")
         outputs = self._outputs(scope)
         effects = self._effects(scope)
-        entries = self._entries(dict(outputs), {state.name for state in states})
+        entries = self._entries(dict(outputs), {state.name for state in states}, scope)
         if self.faults:
             raise ProgramError(self.faults)
         return Circuit(
@@ -553,7 +553,7 @@ class _Resolver:
             effects.append((state, last.name))
         return tuple(effects)
 
-    def _entries(self, outputs: Mapping[str, str], states: set[str]) -> tuple[Entry, ...]:
+    def _entries(self, outputs: Mapping[str, str], states: set[str], scope: dict[str, Any]) -> tuple[Entry, ...]:
         entries = []
         for name, decl in self.file.entries.items():
             where = self.program.places["entries", name]
@@ -565,8 +565,23 @@ class _Resolver:
                     self._fault(f"entry '{name}' names no state '{effect}'", where, hint=did_you_mean(effect, states))
             if not decl.outputs and not decl.effects:
                 self._fault(f"entry '{name}' computes nothing", where, hint="Give it outputs or effects.")
-            entries.append(Entry(name, decl.rows, tuple(decl.outputs), tuple(decl.effects), decl.on_request))
+            given = tuple(self._given(name, value, where, scope) for value in decl.given)
+            entries.append(Entry(name, decl.rows, tuple(decl.outputs), tuple(decl.effects), decl.on_request, given))
         return tuple(entries)
+
+    def _given(self, entry: str, name: str, where: Location, scope: dict[str, Any]) -> str:
+        """The interior value that an entry is given. The caller hands it in under this name, so the circuit's must be it."""
+        made = {value.name for node in self.nodes for value in node.outputs}
+        value = scope.get(name)
+        if value is _POISON:
+            return name
+        if not isinstance(value, Value) or value.name not in made or isinstance(value.type, StateType):
+            hint = did_you_mean(name, [other for other in made if "." not in other])
+            self._fault(f"entry '{entry}' is given '{name}', which is no tensor that the body makes", where, hint=hint)
+        elif value.name != name:
+            hint = "Give the value another name: this one is assigned several times."
+            self._fault(f"entry '{entry}' is given '{name}', which is called '{value.name}' in the circuit", where, hint=hint)
+        return name
 
 
 def _assigned_names(body: Iterable[Statement | When]) -> dict[str, Location]:

@@ -56,7 +56,10 @@ class WhenDecl(_Strict):
 
 
 class EntryDecl(_Strict):
+    """`given` names interior values that the caller hands in: nothing of what makes them is computed."""
+
     rows: Literal["sequences", "context"] = "sequences"
+    given: list[str] = Field(default_factory=list)
     outputs: list[str] = Field(default_factory=list)
     effects: list[str] = Field(default_factory=list)
     on_request: StrictBool = False

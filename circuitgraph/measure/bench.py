@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,13 +24,17 @@ from ..runtime.compiled import CompiledRunner, open_library
 from .cases import Case, Span, make_case
 from .machine import CacheFlush, ReadProbe, describe_machine, last_level_cache
 from .peers import torch_peers
-from .weights import bind_where_recorded
+from .weights import bind_where_recorded, random_weights
+
+if TYPE_CHECKING:
+    from .cuda import CudaReport, GpuPlan
 
 Observer = Callable[[str, int, int], None]
 
 OURS = "circuitgraph"
 MIN_ROUNDS = 7
 BLOCK_SIZE = 16
+DEFAULT_CONTEXT = 256
 
 
 @dataclass(frozen=True)
@@ -81,13 +85,15 @@ def bench(
     weights: Mapping[str, torch.Tensor] | None = None,
     entries: Sequence[str] | None = None,
     widths: Sequence[int] | None = None,
-    context: int = 256,
+    context: int = DEFAULT_CONTEXT,
     peers: bool = True,
     threads: int | None = None,
     seconds: float = 1.0,
+    random: bool = False,
+    gpu: GpuPlan | None = None,
     observer: Observer | None = None,
-) -> BenchReport:
-    """Time every compiled program as a server calls it, staging included.
+) -> BenchReport | CudaReport:
+    """Time every compiled program as a server calls it, staging included; an artifact for a GPU as `bench_cuda` does.
 
     Ours, torch eager, torch.compile and the read probe take turns, one call each a round, so that all of them meet
     the same disturbances. Where the weights might stay in the cache, it is flushed before every call: between two
@@ -101,17 +107,31 @@ def bench(
         peers: torch beside ours (for programs that have a torch peer; torch.compile takes a while to build).
         threads: for everything in the run; torch's own number when left out.
         seconds: of measuring per program and competitor, at least MIN_ROUNDS rounds.
+        random: make all weights up instead of reading a checkpoint.
+        gpu: what to measure of an artifact that runs on a GPU, in place of everything above but the weights.
         observer: called with (program, programs done, programs in all).
 
     Raises:
         CircuitgraphError: the artifact or its weights do not load, or it has no such entry or width.
     """
+    opened = read_artifact(artifact)
+    if opened.manifest.target.kind == "cuda":
+        from .cuda import bench_cuda
+        from .gpu_plan import GpuPlan
+
+        if entries is not None:
+            hint = "Steps are always measured; --parts (GpuPlan.parts) says what else."
+            raise ArtifactError(Fault("entries are not chosen on a GPU", where=str(artifact), got=", ".join(entries), hint=hint))
+        gpu = gpu or GpuPlan(widths=widths, peer_widths=None if peers else ())
+        places = {"model": model, "target_model": target_model, "weights": weights}
+        return bench_cuda(artifact, gpu, **places, random=random, observer=observer)
     before = torch.get_num_threads()
     try:
         if threads:
             torch.set_num_threads(threads)
-        opened = read_artifact(artifact)
         functions = _chosen(opened.manifest, str(artifact), entries, widths)
+        if random:
+            weights = {**random_weights(opened.manifest, "cpu", every=True), **(weights or {})}
         bound = bind_where_recorded(opened, model=model, target_model=target_model, weights=weights)
         runner = CompiledRunner(opened.manifest, open_library(opened, threads=threads), bound)
         probe, rows = ReadProbe(), []
@@ -154,6 +174,10 @@ def _chosen(manifest: Manifest, where: str, entries: Sequence[str] | None, width
             if rows not in compiled
         ]
     chosen = [function for function in chosen if widths is None or function.rows in widths]
+    faults += [
+        Fault(f"entry '{entry}' is not called by a server yet", where=where, hint="On a GPU its programs are timed alone.")
+        for entry in sorted({function.entry for function in chosen} - {"draft", "context", "logits"})
+    ]
     if not chosen and not faults:
         faults.append(Fault("nothing to measure: no entry or no width was asked for", where=where))
     if faults:

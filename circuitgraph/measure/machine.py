@@ -26,7 +26,7 @@ def describe_machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "last_level_cache_bytes": last_level_cache(),
         "system": f"{platform.system()} {platform.machine()}",
-        "versions": {name: _version(name) for name in ("circuitgraph", "torch", "apache-tvm", "apache-tvm-ffi")}
+        "versions": {name: package_version(name) for name in ("circuitgraph", "torch", "apache-tvm", "apache-tvm-ffi")}
         | {"python": platform.python_version()},
     }
 
@@ -87,7 +87,7 @@ def _cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:

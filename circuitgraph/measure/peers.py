@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from ..circuit.ir import Circuit
+from ..ops import PagedKV
 
 PEER_PROGRAM = "mtp_dense"
 
 
-class TorchMtpHead(torch.nn.Module):
-    """One draft step of an `mtp_dense` circuit for `rows` sequences that all have `context` rows."""
+class _TorchHead(torch.nn.Module):
+    """What every head has: its weights by name in `w`, a dense cache of `rows` sequences with `context` rows each."""
 
     def __init__(self, circuit: Circuit, weights: Mapping[str, torch.Tensor], rows: int, context: int):
         super().__init__()
@@ -25,6 +26,42 @@ class TorchMtpHead(torch.nn.Module):
         self.eps = next(float(node.attr["eps"]) for node in circuit.nodes if node.op == "rms_norm")
         self.scale = next(float(node.attr["scale"]) for node in circuit.nodes if node.op == "attention")
         self.rows, self.context, self.kv_heads, self.dim = rows, context, state.heads, state.dim
+        self.w: dict[str, torch.Tensor | None] = {}
+        self.cos, self.sin = weights["rope.cos"], weights["rope.sin"]
+        shape = (rows, self.kv_heads, context + 1, self.dim)
+        self.k, self.v = (torch.randn(shape, device=self.cos.device).to(torch.bfloat16) for _ in range(2))
+
+    def take_cache(self, cache: PagedKV) -> None:
+        """Make a paged cache's rows the head's own, so that its drafts can be compared. Row i is of sequence i."""
+        self.k[:, :, : self.context], self.v[:, :, : self.context] = contiguous_rows(cache, self.context)
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.w[name], self.eps)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Rotates, writes the new rows, attends: [n, heads, dim]."""
+        cos, sin = self.cos[position][:, None], self.sin[position][:, None]
+        q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+        self.k[:, :, self.context], self.v[:, :, self.context] = k, v
+        return F.scaled_dot_product_attention(q[:, :, None], self.k, self.v, scale=self.scale, enable_gqa=True)[:, :, 0]
+
+    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        rotary = 2 * cos.shape[-1]
+        head, rest = x[..., :rotary].float(), x[..., rotary:]
+        if self.facts["rope_style"] == "half":
+            a, b = head.chunk(2, dim=-1)
+            turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        else:
+            a, b = head[..., 0::2], head[..., 1::2]
+            turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+        return torch.cat([turned.to(x.dtype), rest], dim=-1)
+
+
+class TorchMtpHead(_TorchHead):
+    """One draft step of an `mtp_dense` circuit for `rows` sequences that all have `context` rows."""
+
+    def __init__(self, circuit: Circuit, weights: Mapping[str, torch.Tensor], rows: int, context: int):
+        super().__init__(circuit, weights, rows, context)
         get = lambda name: weights[name].to(torch.bfloat16) if name in weights else None  # noqa: E731
         names = ("q", "k", "v")
         self.w = {
@@ -40,9 +77,6 @@ class TorchMtpHead(torch.nn.Module):
             for name in ("enorm", "hnorm", "norm_weight", "input_norm", "post_norm", "attn.q_norm", "attn.k_norm"):
                 if self.w[name] is not None:
                     self.w[name] = self.w[name] + 1  # type: ignore[operator]
-        self.cos, self.sin = weights["rope.cos"], weights["rope.sin"]
-        shape = (rows, self.kv_heads, context + 1, self.dim)
-        self.k, self.v = (torch.randn(shape).to(torch.bfloat16) for _ in range(2))
 
     def forward(self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, ...]:
         facts, w = self.facts, self.w
@@ -61,9 +95,6 @@ class TorchMtpHead(torch.nn.Module):
         best = logits.max(dim=-1)
         return best.indices, best.values - logits.logsumexp(dim=-1), y if facts["recycle"] == "post_norm" else x
 
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.w[name], self.eps)
-
     def _attention(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         w, n = self.w, self.rows
         qkv = F.linear(x, w["qkv"], w["qkv_bias"])  # type: ignore[arg-type]
@@ -76,24 +107,59 @@ class TorchMtpHead(torch.nn.Module):
         q = q.reshape(n, -1, self.dim)
         if self.facts["qk_norm"]:
             q, k = self._norm(q, "attn.q_norm"), self._norm(k, "attn.k_norm")
-        cos, sin = self.cos[position][:, None], self.sin[position][:, None]
-        q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
-        self.k[:, :, self.context], self.v[:, :, self.context] = k, v
-        a = F.scaled_dot_product_attention(q[:, :, None], self.k, self.v, scale=self.scale, enable_gqa=True)[:, :, 0]
+        a = self._attend(q, k, v, position)
         if gate is not None:
             a = a * torch.sigmoid(gate)
         return F.linear(a.reshape(n, -1), w["attn.o_proj"], w["attn.o_bias"])  # type: ignore[arg-type]
 
-    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        rotary = 2 * cos.shape[-1]
-        head, rest = x[..., :rotary].float(), x[..., rotary:]
-        if self.facts["rope_style"] == "half":
-            a, b = head.chunk(2, dim=-1)
-            turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-        else:
-            a, b = head[..., 0::2], head[..., 1::2]
-            turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-        return torch.cat([turned.to(x.dtype), rest], dim=-1)
+
+class TorchEagle3Head(_TorchHead):
+    """One draft step of an `eagle3` circuit; `first`: from three of the target's hiddens side by side."""
+
+    PROGRAM = "eagle3"
+
+    def __init__(self, circuit: Circuit, weights: Mapping[str, torch.Tensor], rows: int, context: int, *, first: bool):
+        super().__init__(circuit, weights, rows, context)
+        self.first = first
+        names = (
+            "embed_tokens",
+            "fc",
+            "input_norm",
+            "hidden_norm",
+            "o_proj",
+            "post_norm",
+            "ffn.down_proj",
+            "norm_weight",
+            "lm_head",
+        )
+        self.w.update({name: weights[name].to(torch.bfloat16) for name in names})
+        self.w["qkv"] = torch.cat([weights[f"{name}_proj"].to(torch.bfloat16) for name in ("q", "k", "v")])
+        self.w["gate_up"] = torch.cat([weights[f"ffn.{name}_proj"].to(torch.bfloat16) for name in ("gate", "up")])
+
+    def forward(self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        facts, w, n = self.facts, self.w, self.rows
+        if self.first:
+            hidden = F.linear(hidden, w["fc"])  # type: ignore[arg-type]
+        e = self._norm(F.embedding(token, w["embed_tokens"]), "input_norm")  # type: ignore[arg-type]
+        h = self._norm(hidden, "hidden_norm")
+        qkv = F.linear(torch.cat([e, h], dim=-1), w["qkv"])  # type: ignore[arg-type]
+        q, k, v = qkv.view(n, -1, self.dim).split([qkv.shape[-1] // self.dim - 2 * self.kv_heads, *[self.kv_heads] * 2], dim=1)
+        a = self._attend(q, k, v, position if facts["rope_position"] == "token" else position - 1)
+        x = (h if facts["norm_before_residual"] else hidden) + F.linear(a.reshape(n, -1), w["o_proj"])  # type: ignore[arg-type]
+        gate, up = F.linear(self._norm(x, "post_norm"), w["gate_up"]).chunk(2, dim=-1)  # type: ignore[arg-type]
+        x = x + F.linear(F.silu(gate) * up, w["ffn.down_proj"])  # type: ignore[arg-type]
+        y = self._norm(x, "norm_weight")
+        logits = F.linear(y, w["lm_head"]).float()  # type: ignore[arg-type]
+        best = logits.max(dim=-1)
+        return best.indices, best.values - logits.logsumexp(dim=-1), y if facts["recycle"] == "post_norm" else x
+
+
+def contiguous_rows(cache: PagedKV, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `context` rows of every row's sequence, [n, heads, context, dim] each, copied out of layer 0."""
+    place = cache.start[cache.seq.long()].long()[:, None] + torch.arange(context, device=cache.k.device)
+    block = cache.table[cache.seq.long()].long().gather(1, place // cache.block_size)
+    k, v = (storage[0][block, :, place % cache.block_size].transpose(1, 2) for storage in (cache.k, cache.v))
+    return k.contiguous(), v.contiguous()
 
 
 def torch_peers(

@@ -12,12 +12,13 @@ import torch
 
 from ..artifact.manifest import Function, Manifest
 from ..artifact.store import read_artifact
-from ..interpreter import interpret
+from ..circuit.narrow import slice_entry
 from ..ops import TORCH_DTYPES
 from ..runtime.compiled import open_library
 from .calls import call_function
 from .cases import Case, Span, make_case
 from .compare import Comparison, compare_caches, compare_outputs, compare_same_bits
+from .truth import reference
 from .weights import bind_where_recorded
 
 Observer = Callable[[str, int, int], None]
@@ -184,7 +185,7 @@ class _Subject:
 
     def _case(self, function: Function, rows: int, spans: Sequence[Span], trial: int) -> Case:
         return make_case(
-            self.manifest.circuit,
+            slice_entry(self.manifest.circuit, function.entry),
             rows,
             spans,
             block_size=self._block_size(function, trial),
@@ -220,14 +221,8 @@ class _Subject:
         return call_function(function, code, inputs=case.inputs, caches=caches, weights=weights), caches
 
     def _reference(self, function: Function, case: Case, weights: Mapping[str, torch.Tensor]) -> tuple[dict, dict]:
-        circuit, caches = self.manifest.circuit, case.copy_caches()
-        entry = circuit.entry(function.entry)
-        outputs = list(entry.outputs)
-        if outputs and "logits" in dict(circuit.outputs) and "logits" not in outputs:
-            outputs.append("logits")  # to tell a tie from a wrong token
-        call: dict[str, Any] = {"outputs": outputs} if outputs else {"entry": entry.name}
-        with torch.no_grad():
-            made = interpret(circuit, inputs=case.inputs, weights=weights, states=caches, **call)
+        caches = case.copy_caches()
+        made = reference(self.manifest.circuit, function.entry, case, weights, caches)
         return made, caches
 
     def _pairs(self, case: Case, made: tuple[dict, dict], wanted: tuple[dict, dict]) -> Iterator[tuple[str, Comparison]]:

@@ -78,16 +78,46 @@ def bind_where_recorded(
     target_model: str | Path | None,
     weights: Mapping[str, torch.Tensor] | None,
     seed: int = 0,
+    device: torch.device | str = "cpu",
+    max_position: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """`runtime.bind_weights`, with folders that are not given taken from what the artifact was compiled with.
 
     A GGUF target is dequantised. Raises as `bind_weights`.
     """
     target = folder_of(artifact.manifest, "target_model", target_model)
-    given = {**borrowed_weights(artifact.manifest, target), **(weights or {})}
+    borrowed = {name: tensor.to(device) for name, tensor in borrowed_weights(artifact.manifest, target).items()}
+    given = {**borrowed, **(weights or {})}
     drafter = folder_of(artifact.manifest, "model", model)
     is_gguf = target is not None and gguf_file(target) is not None
-    return bind_weights(artifact, weights=given, model=drafter, target_model=None if is_gguf else target, seed=seed)
+    return bind_weights(
+        artifact,
+        weights=given,
+        model=drafter,
+        target_model=None if is_gguf else target,
+        seed=seed,
+        device=device,
+        max_position=max_position,
+    )
+
+
+def random_weights(manifest: Manifest, device: torch.device | str, *, every: bool = False) -> dict[str, torch.Tensor]:
+    """Weights made where they are used, in seconds even where a head has gigabytes; tied ones share their tensor.
+
+    every: of all weights; else of those that no checkpoint provides.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    made: dict[str, torch.Tensor] = {}
+    weights = {}
+    for name, spec in manifest.weights.items():
+        if not every and spec.source != "random":
+            continue
+        if spec.tensor not in made:
+            values = torch.randn(spec.shape, generator=generator, device=device, dtype=TORCH_DTYPES[spec.dtype])
+            # Matrices keep the size of what they project; vectors are norms (or biases), which vary around 1.
+            made[spec.tensor] = values * spec.shape[-1] ** -0.5 if len(spec.shape) > 1 else 1 + 0.1 * values
+        weights[name] = made[spec.tensor]
+    return weights
 
 
 def folder_of(manifest: Manifest, option: str, given: str | Path | None) -> Path | None:

@@ -72,7 +72,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Plan:
-    """A specialised circuit cut into groups. Stages fill in `choices` (schedule) and `slots` (place)."""
+    """A specialised circuit cut into groups. Stages fill in `choices` (schedule) and `slots` (place).
+
+    target: `Target.of_plans`, which a kind's templates may ask for what its processors can do.
+    """
 
     circuit: Circuit
     entry: str

@@ -126,9 +126,7 @@ def schedule(plan: Plan, rules: tuple[Rule, ...]) -> Plan:
             nodes = ", ".join(f"{node.name} = {node.op}" for node in group.nodes)
             reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals) or f"no rule for pattern '{group.pattern}'"
             where = group.nodes[0].where or plan.symbol
-            faults.append(
-                Fault(f"no rule of schedule '{plan.target}' accepts group {group.name} ({nodes})", where=where, hint=reasons)
-            )
+            faults.append(Fault(f"no rule for '{plan.target}' accepts group {group.name} ({nodes})", where=where, hint=reasons))
     if faults:
         raise ScheduleError(faults)
     return dataclasses.replace(plan, choices=tuple(choices), scratch=tuple(scratch))

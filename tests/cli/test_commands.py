@@ -140,6 +140,44 @@ def test_bench_of_nothing_is_refused(artifact):
             circuitgraph.bench(artifact, peers=False, **nothing)
 
 
+def test_bench_of_a_shape(run, tmp_path):
+    """Compiled for the time that it is measured; the file has what --json prints."""
+    file = tmp_path / "bench.json"
+    options = ["--target", "cpu", "--no-peers", "--seconds", "0.01", "--context", "8", "--entry", "draft", "--widths", "1"]
+    result = run("bench", "--shape", "tiny", *options, "--json", "--out", file)
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout) == json.loads(file.read_text())
+    assert [row["rows"] for row in json.loads(file.read_text())["rows"]] == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "say what to measure"),
+        (["--shape", "dense8"], "no shape 'dense8'. Did you mean 'dense8b'?"),
+        (["--shape", "tiny", "--target", "gpu"], "no target 'gpu'"),
+    ],
+)
+def test_bench_refuses_what_is_no_shape(run, options, message):
+    result = run("bench", *options)
+    assert result.exit_code != 0
+    assert message in result.stderr
+
+
+def test_bench_refuses_a_shape_that_the_artifact_is_not(run, artifact):
+    result = run("bench", artifact, "--shape", "dense8b")
+    assert result.exit_code == 1
+    assert "is of another shape" in result.stderr
+    assert run("bench", artifact, "--target", "cpu").exit_code == 2
+
+
+def test_bench_names_every_shape(run):
+    from circuitgraph.measure.shapes import SHAPES
+
+    shown = " ".join(run("bench", "--help").stdout.split())
+    assert all(name in shown for name in SHAPES)
+
+
 def test_explain_of_an_artifact_tells_what_was_compiled(run, config_file, tmp_path):
     """Not what the shipped schedule would choose now."""
     schedule = tmp_path / "mine.yaml"

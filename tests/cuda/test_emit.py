@@ -1,22 +1,22 @@
-"""CUDA code generation without a GPU: what is chosen, what the text promises, and that nvcc takes it."""
+"""CUDA code generation without a GPU: what is chosen, and what the text promises."""
 
 from __future__ import annotations
 
 import re
-import shutil
 
 import pytest
+import tvm
+from tvm.script import tirx as T
 
-from circuitgraph.artifact import read_artifact
-from circuitgraph.errors import ArtifactError, BuildError
-from circuitgraph.kernels.cuda import build
+from circuitgraph.errors import ScheduleError
+from circuitgraph.kernels.base import KERNELS, make_params
 from circuitgraph.kernels.cuda.backend import make_backend
+from circuitgraph.kernels.cuda.build import units_of
 from circuitgraph.kernels.cuda.stream import Geometry, geometry
-from circuitgraph.pipeline import Run, compile, plan_piece
+from circuitgraph.pipeline import Run, plan_piece
 from circuitgraph.plan.schedule import load_schedule
-from circuitgraph.target import Target, parse_target
+from circuitgraph.target import Target
 from tests.circuits import EVERYTHING, small_mtp
-from tests.gpu.pack import CASES, options_of
 
 RULES = load_schedule("cuda")
 ALIGNED = {
@@ -32,20 +32,21 @@ ALIGNED = {
 }
 
 
-def plan_of(circuit, rows=2, entry="draft"):
-    return plan_piece(Run(), circuit, entry, rows, "cuda", RULES)
+def plan_of(circuit, rows=2, entry="draft", arch="sm_90a"):
+    return plan_piece(Run(), circuit, entry, rows, f"cuda:{arch}", RULES)
 
 
-def aligned(rows=2, **dtypes):
+def aligned(rows=2, entry="draft", arch="sm_90a", **dtypes):
     from circuitgraph.language import Bindings, load_program, resolve
 
     dtypes = dtypes or {"act": "bf16", "wt": "bf16", "kv": "bf16"}
-    return plan_of(resolve(load_program("mtp_dense"), Bindings(ALIGNED, {}, **dtypes)), rows)
+    return plan_of(resolve(load_program("mtp_dense"), Bindings(ALIGNED, {}, **dtypes)), rows, entry, arch)
 
 
 def source_of(plan, arch="sm_90a"):
     backend = make_backend(Target("cuda", arch))
-    return backend.source(backend.lower([plan]))
+    (source,) = backend.sources(backend.lower([plan]))
+    return source
 
 
 def kernels_of(source: str) -> list[str]:
@@ -83,13 +84,27 @@ def test_every_kernel_waits_for_those_before_it(switches):
 
 
 def test_before_sm_90_kernels_are_launched_one_after_the_other():
-    source = source_of(plan_of(small_mtp()), "sm_80")
+    source = source_of(plan_of(small_mtp(), arch="sm_80"), "sm_80")
     assert "griddepcontrol" not in source
     assert "ProgrammaticStreamSerialization" not in source
 
 
 def test_text_is_the_same_every_time():
     assert source_of(aligned()) == source_of(aligned())
+
+
+@pytest.mark.parametrize(("programs", "units"), [(1, [3]), (2, [4]), (3, [3, 2]), (6, [4, 4]), (7, [3, 3, 3])])
+def test_units_are_even_and_none_is_alone(programs, units):
+    """With the two ends of a chain; TVM makes a module's only function its main, of which a library can have one."""
+
+    @T.prim_func
+    def nothing():
+        T.evaluate(0)
+
+    names = ["chain_begin", "chain_end", *(f"draft_{rows}" for rows in range(programs))]
+    cut = [[name.name_hint for name in unit.functions] for unit in units_of(tvm.IRModule(dict.fromkeys(names, nothing)))]
+    assert [len(unit) for unit in cut] == units
+    assert sorted(name for unit in cut for name in unit) == sorted(names)
 
 
 @pytest.mark.parametrize(
@@ -114,38 +129,11 @@ def test_geometry(rows, columns, expected):
         assert expected in cut
 
 
-def test_targets():
-    assert str(parse_target("cuda:sm_90a")) == "cuda:sm_90a"
-    with pytest.raises(BuildError, match="no target 'cuda:sm_91'"):
-        make_backend(parse_target("cuda:sm_91"))
-
-
-def test_resource_report_is_read():
-    report = """ptxas info    : Compiling entry function 'draft_1_kernel' for 'sm_90a'
-ptxas info    : Function properties for draft_1_kernel
-    8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads
-ptxas info    : Used 128 registers, used 1 barriers"""
-    assert build.resources(report) == {"draft_1_kernel": (128, 4)}
-
-
-def test_a_missing_compiler_says_how_to_get_one(monkeypatch):
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(build, "PACKAGED", "nowhere/*/nvcc")
-    with pytest.raises(BuildError, match="Install the CUDA toolkit"):
-        build.find_nvcc()
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_artifact(tmp_path):
-    """compile -> src/*.cu, plans and library; a machine without the GPU says so instead of crashing."""
-    case = next(case for case in CASES if case.name == "odd_bf16")
-    result = compile(
-        "mtp_dense", out=tmp_path / "a", target="cuda:sm_90a", entries=["context"], context_rows=[2], **options_of(case, tmp_path)
-    )
-    artifact = read_artifact(tmp_path / "a", to_run=False)
-    assert artifact.manifest.target.kind == "cuda"
-    assert "context_2_kernel" in (result.path / "src" / "kernels.cu").read_text()
-    assert "registers" in (result.path / "src" / "kernels.resources.txt").read_text()
-    with pytest.raises(ArtifactError, match="was compiled for 'cuda'"):
-        read_artifact(tmp_path / "a")
+@pytest.mark.parametrize("name", sorted(name for name in KERNELS if name.startswith("cuda.")))
+def test_parameters_have_bounds(name):
+    template = KERNELS[name]
+    for field in template.Params.__dataclass_fields__.values():
+        if type(field.default) is int:
+            for value in (field.metadata["least"] - 1, field.metadata["most"] + 1):
+                with pytest.raises(ScheduleError, match=f"parameter '{field.name}' is out of bounds"):
+                    make_params(template, {field.name: value}, "mine.yaml:3")

@@ -1,18 +1,25 @@
-"""Compiles the artifacts that tests/gpu runs: `python -m tests.gpu.pack build/gpu [name ...]`.
+"""Compiles the artifacts that tests/gpu runs: `python -m tests.gpu.pack build/gpu [name ...]`, see `--help`.
 
-Needs nvcc and no GPU. Shapes are the smallest that reach what a case is about; `CASES` says which kernels that is.
+Needs nvcc and no GPU. Shapes are the smallest that reach what a case is about; `CASES` says which kernels that is. Beside
+the artifacts it puts the wheel of tvm-ffi, the one package that a machine with torch lacks.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +27,19 @@ import tvm
 
 import circuitgraph
 from circuitgraph.checkpoint import bind
+from circuitgraph.circuit.text import format_circuit
 from circuitgraph.kernels.cuda.backend import make_backend
+from circuitgraph.kernels.cuda.build import HOST
+from circuitgraph.measure.shapes import SHAPES
 from circuitgraph.pipeline import Run, compile, plan_piece, work_list
 from circuitgraph.plan.ir import Plan
 from circuitgraph.plan.schedule import load_schedule
 from circuitgraph.plan.text import format_plan
-from circuitgraph.target import Target
+from circuitgraph.target import Target, parse_target
 from tests.fixture_cases import FIXTURES
 
-HOST = "#include <tvm/ffi/c_api.h>"
-"""Where the host code of a generated unit begins."""
+TARGET = parse_target("cuda:sm_90a")
+"""The GPU that there is."""
 
 SIZES: dict[str, Any] = {
     "head_dim": 128,
@@ -97,18 +107,9 @@ CASES = (
         for name, switches in (("qwen3_dense_mtp", {}), ("qwen3_5_mtp", {}), ("mimo_mtp", {"mask_first": False}))
     ),
 )
+_SHAPE = SHAPES["dense8b"]
 DENSE8B = Case(
-    "dense8b",
-    sizes={
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 151936,
-    },
-    widths=(1, 2, 4, 8, 16),
-    context_rows=(64, 4096),
-    entries=("draft", "context"),
+    "dense8b", sizes=_SHAPE.config, widths=_SHAPE.widths, context_rows=_SHAPE.context_rows, entries=_SHAPE.entries or STEP
 )
 
 
@@ -124,37 +125,54 @@ def options_of(case: Case, folder: Path) -> dict[str, Any]:
     return {"model": model, "family": case.model, "switches": dict(case.switches), "act": case.act, "kv": case.kv, "wt": case.wt}
 
 
-def plans_of(case: Case) -> list[Plan]:
+def plans_of(case: Case, target: Target = TARGET) -> list[Plan]:
     with tempfile.TemporaryDirectory() as folder:
         circuit = bind("mtp_dense", **options_of(case, Path(folder))).circuit
-    rules = load_schedule("cuda")
+    rules = load_schedule(target.kind)
     pieces = work_list(circuit, case.entries, case.widths, case.context_rows)
-    plans = [plan_piece(Run(), circuit, entry, rows, "cuda", rules) for entry, rows in pieces]
+    plans = [plan_piece(Run(), circuit, entry, rows, target.of_plans, rules) for entry, rows in pieces]
     return [plan for plan in plans if isinstance(plan, Plan)]
 
 
 def inputs_digest(case: Case) -> str:
-    """A digest of all that the generated text depends on: plans, templates, and TVM. Much cheaper than the text."""
+    """A digest of all that the generated text depends on: circuits, plans, what turns them into text, and TVM.
+
+    Much cheaper than the text. What else the package does reaches the text through circuits and plans.
+    """
     package = Path(circuitgraph.__file__).parent
-    files = [*sorted((package / "kernels" / "cuda").glob("*.py")), package / "lower.py"]
-    parts = [tvm.__version__, *(file.read_text() for file in files), *(format_plan(plan) for plan in plans_of(case))]
+    own = ("kernels/base.py", "lower.py", "plan/ir.py", "circuit/ir.py", "circuit/types.py")
+    files = [*sorted((package / "kernels" / "cuda").glob("*.py")), *(package / name for name in own)]
+    parts = [tvm.__version__, *(file.read_text() for file in files)]
+    for plan in plans_of(case):
+        parts += [format_circuit(plan.circuit), format_plan(plan), str(plan.scratch)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def source_digests(case: Case) -> dict[str, str]:
     """`digests` of what is generated for a case now: what tests/gpu/record.json pins."""
-    backend = make_backend(Target("cuda", "sm_90a"))
-    return digests(backend.source(backend.lower(plans_of(case))))
+    backend = make_backend(TARGET)
+    return digests(backend.sources(backend.lower(plans_of(case))))
 
 
-def digests(source: str) -> dict[str, str]:
-    """A digest of the kernels of every host function, by its name, and one of the host code."""
-    device, host = source.split(HOST, 1)
-    texts: dict[str, str] = {"host": host}
-    for definition in re.split(r'(?=^extern "C" __global__ )', device, flags=re.M)[1:]:
-        name = re.search(r"(\w+)_kernel(?:_\d+)?\(", definition)
-        assert name is not None, definition[:200]
-        texts[name[1]] = texts.get(name[1], "") + definition
+def all_source_digests(cases: Sequence[Case] = CASES) -> dict[str, dict[str, str]]:
+    """`source_digests` by case name, made in as many processes as there are cores: half the time goes by in Python."""
+    if len(cases) < 2:
+        return {case.name: source_digests(case) for case in cases}
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        names = [case.name for case in cases]
+        return dict(zip(names, pool.map(source_digests, cases), strict=True))
+
+
+def digests(sources: Iterable[str]) -> dict[str, str]:
+    """A digest of the kernels of every host function, by its name, and one of the host code of all units."""
+    texts: dict[str, str] = {"host": ""}
+    for source in sources:
+        device, host = source.split(HOST, 1)
+        texts["host"] += host
+        for definition in re.split(r'(?=^extern "C" __global__ )', device, flags=re.M)[1:]:
+            name = re.search(r"(\w+)_kernel(?:_\d+)?\(", definition)
+            assert name is not None, definition[:200]
+            texts[name[1]] = texts.get(name[1], "") + definition.rstrip()
     return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in sorted(texts.items())}
 
 
@@ -164,15 +182,16 @@ def build(case: Case, out: Path) -> Path:
         compile(
             "mtp_dense",
             out=out / case.name,
-            target="cuda:sm_90a",
+            target=str(TARGET),
             widths=case.widths,
             context_rows=case.context_rows,
             entries=case.entries,
             overwrite=True,
             **options_of(case, Path(folder)),
         )
-    source = (out / case.name / "src" / "kernels.cu").read_text()
-    facts = {"inputs": inputs_digest(case), "programs": digests(source)}
+    units = sorted((out / case.name / "src").glob("kernels.*.cu"), key=lambda file: int(file.suffixes[-2][1:]))
+    sources = [file.read_text() for file in units]
+    facts = {"inputs": inputs_digest(case), "programs": digests(sources)}
     (out / f"{case.name}.digests.json").write_text(json.dumps(facts, indent=1))
     return out / case.name
 
@@ -185,9 +204,31 @@ def build_all(out: Path, names: Sequence[str]) -> Iterator[str]:
             yield case.name
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    if len(sys.argv) == 2:
-        shutil.rmtree(folder, ignore_errors=True)
-    for name in build_all(folder, sys.argv[2:]):
+def fetch_wheels(out: Path, python: str) -> list[str]:
+    """Download the tvm-ffi that artifacts were built with, for the GPU machine's Python, and return the file names."""
+    command = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "download", "--no-deps", "-d", str(out)]
+    command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
+    for platform in ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux2014_x86_64"):
+        command += ["--platform", platform]
+    subprocess.run([*command, f"apache-tvm-ffi=={version('apache-tvm-ffi')}"], check=True)
+    return sorted(file.name for file in out.glob("*.whl"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.pack", description=__doc__)
+    parser.add_argument("out", type=Path, help="made anew, unless cases are named")
+    parser.add_argument("names", nargs="*", help="cases; all when left out")
+    parser.add_argument("--python", default="3.12", help="version of the GPU machine's Python, for the wheel (3.12)")
+    options = parser.parse_args()
+    if not options.names:
+        shutil.rmtree(options.out, ignore_errors=True)
+    for name in build_all(options.out, options.names):
         print(name, flush=True)
+    running = f"{sys.version_info.major}.{sys.version_info.minor}"
+    for python in dict.fromkeys((options.python, running)):
+        wheels = fetch_wheels(options.out / "wheels", python)
+    print("wheels:", *wheels)
+
+
+if __name__ == "__main__":
+    main()

@@ -11,7 +11,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from circuitgraph.artifact import MANIFEST, Manifest, Target, config_digest, pack_zip, read_artifact, write_artifact
+from circuitgraph.artifact import (
+    MANIFEST,
+    Build,
+    Manifest,
+    Target,
+    config_digest,
+    machine_features,
+    pack_zip,
+    read_artifact,
+    write_artifact,
+)
 from circuitgraph.artifact import store as store_module
 from circuitgraph.errors import ArtifactError, CheckpointError, RuntimeUseError
 from circuitgraph.runtime import bind_weights, load, open_library
@@ -105,7 +115,7 @@ def test_an_interrupt_leaves_nothing(manifest, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(format=99), r"manifest.json: format: the artifact has another format version; expected 2; got 99"),
+        (lambda d: d.update(format=99), r"manifest.json: format: the artifact has another format version; expected 3; got 99"),
         (lambda d: d.pop("program"), r"program: is absent; expected str"),
         (lambda d: d.update(library=7), r"library: has the wrong type; expected str; got int"),
         (lambda d: d.update(extra=1), r"extra: has unknown keys"),
@@ -157,9 +167,29 @@ def test_another_machine_is_refused_but_can_be_looked_at(manifest, tmp_path):
         assert read_artifact(tmp_path / name, to_run=False).manifest.target == target
 
 
+def test_code_for_several_processors(manifest, tmp_path):
+    """The manifest keeps all of it, and any can be put in front."""
+    other = replace(manifest.functions["draft_1"], workspace_bytes=64)
+    build = Build(Target("cuda", "x86_64", "sm_80"), "lib/kernels.so", {**manifest.functions, "draft_1": other})
+    both = replace(manifest, others={"sm_80": build})
+    write_artifact(tmp_path / "head", both, FILES)
+    again = read_artifact(tmp_path / "head", to_run=False).manifest
+    assert list(again.builds) == ["generic", "sm_80"]
+    assert again.builds["sm_80"] == build
+    assert again.of("sm_80").functions["draft_1"].workspace_bytes == 64
+    assert again.of("sm_80").of("generic") == again
+    for others, message in (
+        ({"sm_90": build}, "others.sm_90.target.mcpu: is the processor of other code, too; expected sm_90; got sm_80"),
+        ({"sm_80": replace(build, library="lib/x.so")}, "others.sm_80.library: 'lib/x.so' is not among the files"),
+    ):
+        write_artifact(tmp_path / "bad", replace(both, others=others), FILES, overwrite=True)
+        with pytest.raises(ArtifactError, match=message):
+            read_artifact(tmp_path / "bad", to_run=False)
+
+
 def test_llvm_feature_names_match_this_machines(monkeypatch):
     monkeypatch.setattr(store_module.Path, "read_text", lambda self: "processor : 0\nflags\t\t: fpu sse4_2 avx2 f16c\n")
-    assert {"sse4.2", "avx2", "f16c"} <= store_module.machine_features()
+    assert {"sse4.2", "avx2", "f16c"} <= machine_features()
 
 
 def test_corrupted_and_missing_files_are_refused_before_loading(artifact, tmp_path, monkeypatch):

@@ -73,3 +73,12 @@ def test_the_runtime_drafts_without_compiler_packages():
     done = subprocess.run([sys.executable, "-c", BLOCK + SCRIPT], input=manifest, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "3"
+
+
+def test_the_gpu_bench_needs_no_compiler_packages(tmp_path):
+    """It runs on the machine that has the GPU, which is not the one that compiles."""
+    script = f"{BLOCK}\nfrom circuitgraph.measure.cuda import main\nsys.exit(main([sys.argv[1]]))"
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "none")], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "none: " in done.stderr

@@ -14,7 +14,7 @@ from tvm.target import codegen
 from tvm.tirx import compilation_pipeline
 from tvm_ffi import libinfo
 
-from ...artifact.store import machine_features
+from ...artifact.machine import machine_features
 from ...errors import BuildError, Fault, did_you_mean
 
 LEAST_SPACE = 64 << 20

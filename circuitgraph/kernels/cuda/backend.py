@@ -16,15 +16,17 @@ from ...plan.ir import Plan
 from ...target import Built, Target
 from ..base import KERNELS, make_params
 from . import build, templates
+from .architectures import DEFAULT, architecture, architecture_of
 from .chain import CHAIN_FUNCTIONS
 from .environment import CudaEnvironment
+from .nvcc import resources
 
 
 class CudaBackend:
     """See `target.Backend`."""
 
     def __init__(self, target: Target):
-        self.arch = build.architecture(target.arch)
+        self.arch = architecture(target.arch or DEFAULT)
         self.tvm_target = build.cuda_target(self.arch)
 
     def lower(self, plans: list[Plan]) -> tvm.IRModule:
@@ -46,6 +48,7 @@ class CudaBackend:
             yield
 
     def _emit_function(self, plan: Plan) -> None:
+        assert architecture_of(plan) is self.arch, f"{plan.symbol} is planned for {plan.target}"
         with self._function(plan.symbol):
             env = CudaEnvironment(plan, overlap=self.arch.overlap, processors=self.arch.processors)
             for index, group in enumerate(plan.groups):
@@ -56,19 +59,17 @@ class CudaBackend:
             for source, target in env.shared_outputs():
                 templates.emit_copy(env, source, target)
 
-    def source(self, module: tvm.IRModule) -> str:
-        """The generated CUDA C++; equal modules give equal text."""
-        return build.cuda_source(module, self.tvm_target)
+    def sources(self, module: tvm.IRModule) -> list[str]:
+        """The generated CUDA C++, unit by unit; equal modules give equal text."""
+        return build.sources(module, self.tvm_target)
 
     def build(self, module: tvm.IRModule, folder: Path) -> Built:
-        source, library = folder / "kernels.cu", folder / "kernels.so"
-        source.write_text(self.source(module))
-        report = build.compile_cuda(source, library, self.arch)
+        library, sources, report = build.build_library(module, self.tvm_target, self.arch, folder)
         lines = [
-            f"{kernel} {registers} registers, {spilled} B spilled"
-            for kernel, (registers, spilled) in build.resources(report).items()
+            f"{kernel} {registers} registers, {spilled} B spilled" for kernel, (registers, spilled) in resources(report).items()
         ]
-        return Built(library, {"cu": source.read_text(), "resources.txt": "\n".join(sorted(lines)) + "\n"})
+        texts = {f"{index}.cu": source for index, source in enumerate(sources)}
+        return Built(library, {**texts, "resources.txt": "\n".join(sorted(lines)) + "\n"})
 
     def script(self, module: tvm.IRModule, plan: Plan) -> str:
         return module[plan.symbol].script()

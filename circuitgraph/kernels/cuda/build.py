@@ -1,59 +1,34 @@
-"""An IRModule of CUDA PrimFuncs to one shared library that needs tvm-ffi and the CUDA driver only."""
+"""An IRModule of CUDA PrimFuncs to CUDA C++, and that to one shared library that needs tvm-ffi and the driver only."""
 
 from __future__ import annotations
 
 import os
-import re
-import shutil
-import subprocess
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import tvm
 from tvm.backend.cuda.host import export_cuda_host
-from tvm_ffi import libinfo
 
-from ...errors import BuildError, Fault, did_you_mean
+from ...errors import BuildError, Fault
+from .architectures import Architecture
+from .nvcc import Nvcc
 
+UNIT = 4
+"""Functions of one unit, about. Headers cost a unit three seconds, a function another three, and units are compiled side
+by side. The cut must not depend on the machine: the same input gives the same source."""
 
-@dataclass(frozen=True)
-class Architecture:
-    """What kernels may use and fill. `shared_bytes`: shared memory of one block; `overlap`: programmatic launch."""
-
-    name: str
-    processors: int
-    shared_bytes: int
-    overlap: bool
-
-
-ARCHITECTURES = {
-    arch.name: arch
-    for arch in (
-        Architecture("sm_80", 108, 163 * 1024, False),
-        Architecture("sm_89", 128, 99 * 1024, False),
-        Architecture("sm_90a", 132, 227 * 1024, True),
-        Architecture("sm_100", 148, 227 * 1024, True),
-        Architecture("sm_120", 170, 99 * 1024, True),
-    )
-}
-DEFAULT = "sm_90a"
-PACKAGED = "nvidia/cu*/bin/nvcc"
-"""Where the Python packages of the CUDA compiler put it, beside other packages."""
-
-
-def architecture(name: str) -> Architecture:
-    """Raises BuildError for one that there are no kernels for."""
-    name = name or DEFAULT
-    if name not in ARCHITECTURES:
-        raise BuildError(Fault(f"no target 'cuda:{name}'", hint=did_you_mean(name, ARCHITECTURES)))
-    return ARCHITECTURES[name]
+INCLUDES = "#include <tvm/ffi/c_api.h>"
+"""Where TVM's host code begins."""
+HOST = f"#ifndef __CUDA_ARCH__\n{INCLUDES}"
+"""Where a unit's host code begins: the pass for the device need not read it, nor its headers, which saves a second."""
 
 
 def cuda_target(arch: Architecture) -> tvm.target.Target:
     """The TVM target whose host code is CUDA C++: building needs no GPU and no driver."""
     options = {
         "kind": "cuda",
-        "arch": arch.name,
+        # TVM 0.27 fails where it replaces fp8, which sm_80 lacks and no kernel has; the text is the same otherwise.
+        "arch": "sm_89" if arch.name == "sm_80" else arch.name,
         "max_threads_per_block": 1024,
         "max_shared_memory_per_block": arch.shared_bytes,
         "thread_warp_size": 32,
@@ -61,65 +36,54 @@ def cuda_target(arch: Architecture) -> tvm.target.Target:
     return tvm.target.Target(options, host="cuda_host")
 
 
-def cuda_source(module: tvm.IRModule, target: tvm.target.Target) -> str:
-    """One CUDA C++ unit: kernels, and a host function per PrimFunc that launches its own.
+def units_of(module: tvm.IRModule) -> list[tvm.IRModule]:
+    """The module cut into units of nearly equal numbers of functions, the same for equal modules."""
+    functions = sorted(module.functions.items(), key=lambda item: item[0].name_hint)
+    # In turns: functions of many rows, which take longest, are neighbours. Two in every unit at least, since TVM makes
+    # the only function of a module its `main`, and there can be one of those in a library.
+    count = max(1, min(-(-len(functions) // UNIT), len(functions) // 2))
+    return [tvm.IRModule(dict(functions[index::count])) for index in range(count)]
+
+
+def cuda_source(unit: tvm.IRModule, target: tvm.target.Target) -> str:
+    """CUDA C++: kernels, and a host function per PrimFunc that launches its own.
 
     Raises:
         BuildError: TVM refuses the module.
     """
     try:
-        return export_cuda_host(tvm.tirx.build(module, target=target, pipeline="tirx"))
+        source = export_cuda_host(tvm.tirx.build(unit, target=target, pipeline="tirx"))
     except Exception as problem:
         raise BuildError(Fault(f"TVM cannot lower the kernels: {problem}")) from problem
+    return source.replace(INCLUDES, HOST, 1) + "\n#endif\n"
 
 
-def find_nvcc() -> str:
-    """The CUDA compiler: $CUDA_HOME's, the one on the PATH, or that of the Python packages.
-
-    Raises:
-        BuildError: there is none.
-    """
-    home = os.environ.get("CUDA_HOME")
-    candidates = [shutil.which(str(Path(home, "bin", "nvcc")))] if home else []
-    candidates.append(shutil.which("nvcc"))
-    candidates += [str(path) for path in sorted(Path(tvm.__file__).parents[1].glob(PACKAGED))]
-    found = next((candidate for candidate in candidates if candidate), None)
-    if found is None:
-        hint = "Install the CUDA toolkit (12.8 or newer) or set CUDA_HOME to it."
-        raise BuildError(Fault("no CUDA compiler (nvcc) found", hint=hint))
-    return found
+def sources(module: tvm.IRModule, target: tvm.target.Target) -> list[str]:
+    """The text of every unit."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda unit: cuda_source(unit, target), units_of(module)))
 
 
-def compile_cuda(source: Path, library: Path, arch: Architecture) -> str:
-    """Compile and return the compiler's resource report: registers, shared memory and spills of every kernel.
+def build_library(
+    module: tvm.IRModule, target: tvm.target.Target, arch: Architecture, folder: Path
+) -> tuple[Path, list[str], str]:
+    """(library, text of every unit, the compiler's report). Units are compiled side by side, while TVM lowers the next.
 
     Raises:
-        BuildError: nvcc is missing, does not start or refuses the source.
+        BuildError: of TVM or the compiler; the latter also when there is none.
     """
-    code = arch.name.removeprefix("sm_")
-    command = [find_nvcc(), "-shared", "-O3", "-std=c++17", f"-gencode=arch=compute_{code},code=sm_{code}"]
-    command += ["-Xcompiler", "-fPIC,-O1", "-cudart", "static", "-Xptxas", "-v", "-split-compile", "2"]
-    command += [f"-I{path}" for path in (libinfo.find_include_path(), libinfo.find_dlpack_include_path())]
-    command += [str(source), "-o", str(library)]
+    nvcc, library, texts = Nvcc(arch), folder / "kernels.so", []
     try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            compiling = []
+            for index, unit in enumerate(units_of(module)):
+                source = folder / f"kernels.{index}.cu"
+                texts.append(cuda_source(unit, target))
+                source.write_text(texts[-1])
+                compiling.append((source.with_suffix(".o"), pool.submit(nvcc.compile, source, source.with_suffix(".o"))))
+            report = "".join(done.result() for _, done in compiling)
+        nvcc.link([compiled for compiled, _ in compiling], library)
     except OSError as problem:
-        raise BuildError(Fault(f"nvcc does not start: {problem}")) from problem
-    report = result.stdout + result.stderr
-    if result.returncode:
-        raise BuildError(Fault(f"nvcc refused the generated code: {report[-3000:]}", where=str(source)))
-    return report
-
-
-def resources(report: str) -> dict[str, tuple[int, int]]:
-    """Kernel to (registers, bytes spilled), from `compile_cuda`'s report."""
-    found: dict[str, tuple[int, int]] = {}
-    kernel, spilled = "", 0
-    for line in report.splitlines():
-        if match := re.search(r"Compiling entry function '(\w+)'", line):
-            kernel = match[1]
-        elif match := re.search(r"(\d+) bytes spill stores", line):
-            spilled = int(match[1])
-        elif (match := re.search(r"Used (\d+) registers", line)) and kernel:
-            found[kernel] = (int(match[1]), spilled)
-    return found
+        where = str(problem.filename or folder)
+        raise BuildError(Fault(f"the library cannot be written: {problem}", where=where, hint="Set TMPDIR.")) from problem
+    return library, texts, report

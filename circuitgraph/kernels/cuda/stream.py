@@ -18,6 +18,7 @@ from typing import Any
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
+from .architectures import architecture_of
 from .plain import Best, Partials, Projection
 from .values import do, hold, load, put, register, store, wide, zeros
 
@@ -305,8 +306,10 @@ class Stream:
                 x = self.fragments[block * cut.steps * 4 + index]
                 if norm.zero_centred:
                     do(T.ptx[f"fma.rn.{self.kind}x2"](x, x, weights[index], x))
-                else:
+                elif self.kind == "f16" or architecture_of(self.env.plan).multiply:
                     do(T.ptx[f"mul.rn.{self.kind}x2"](x, x, weights[index]))
+                else:  # x * w + -0 is x * w, zeros included
+                    do(T.ptx["fma.rn.bf16x2"](x, x, weights[index], T.uint32(0x80008000)))
         do(T.cuda.cta_sync())
         return self._inverse(T.min(T.floordiv(self.thread, self.width), T.int32(cut.rows - 1)))
 

@@ -8,7 +8,8 @@ from typing import Any
 from ...circuit.ir import Node
 from ...circuit.types import TensorType
 from ...plan.ir import Group, Plan, Scratch
-from ..base import Kernel, kernel
+from ..base import Kernel, kernel, within
+from .architectures import architecture_of, fitting
 from .epilogue import Epilogue, meeting, refuse_epilogue
 from .plain import Projection, emit_top1_final
 from .row_program import Evaluator, Place, for_each, sinks_of
@@ -25,7 +26,6 @@ from .shared import (
 from .stream import Geometry, Norm, Stream, emit_add_parts, geometry, tiles_of
 from .values import store
 
-SHARED_BYTES = 227 * 1024
 PROLOGUE_WARPS = 16
 
 
@@ -34,16 +34,22 @@ class StreamParams:
     """warps: of a block; stages: of the ring, about; k_parts: parts of the columns over blocks, 0 for the fewest that fit;
     registers: of a thread for x; fold_norm: apply an RMSNorm inside instead of in a launch of its own."""
 
-    warps: int = 16
-    stages: int = 8
-    k_parts: int = 0
-    registers: int = 96
+    warps: int = within(16, 1, 16)
+    stages: int = within(8, 4, 16)
+    k_parts: int = within(0, 0, 16)
+    registers: int = within(96, 4, 128)
     fold_norm: bool = True
 
 
 def cut_of(plan: Plan, group: Group, params: StreamParams) -> Geometry | str:
     columns = int(plan.circuit.types[group.anchors[0].inputs[0]].shape[1])  # type: ignore[union-attr]
-    return geometry(plan.rows, columns, params.warps, params.stages, params.k_parts, params.registers)
+    cuts = [
+        geometry(plan.rows, columns, warps, stages, params.k_parts, params.registers)
+        for warps in (params.warps, -(-params.warps // 2))
+        for stages in range(params.stages, 3, -1)
+    ]
+    sizes = [cut for cut in cuts if isinstance(cut, Geometry)]
+    return cuts[0] if isinstance(cuts[0], str) else fitting(plan, sizes, lambda cut: cut.shared_bytes)
 
 
 def refuse_stream(plan: Plan, group: Group, params: StreamParams) -> str | None:
@@ -61,7 +67,7 @@ def refuse_stream(plan: Plan, group: Group, params: StreamParams) -> str | None:
             return f"{types[anchor.inputs[1]].shape[0]} weight rows do not split into tiles of {width * cut.groups}"  # type: ignore[union-attr]
     if cut.rows * width > cut.warps * 32:
         return f"{cut.rows} rows need {cut.rows * width} finishing threads"
-    if cut.shared_bytes > SHARED_BYTES:
+    if cut.shared_bytes > architecture_of(plan).shared_bytes:
         return f"needs {cut.shared_bytes} B of shared memory"
     return None
 
@@ -101,7 +107,7 @@ def stream_of(env: Any, group: Group, params: StreamParams, projections: list[Pr
         emit_prologue(env, group, PROLOGUE_WARPS)
     source = group.anchors[0].inputs[0] if node is None else node.inputs[0]
     kind = env.plan.circuit.types[source].dtype
-    return Stream(env, cut, env.words(source), kind, projections, norm_of(env, group, node, params.warps) if node else None)
+    return Stream(env, cut, env.words(source), kind, projections, norm_of(env, group, node, cut.warps) if node else None)
 
 
 @kernel
@@ -158,7 +164,7 @@ class Top1Stream(Kernel):
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
         own = () if folded_norm(plan, group, params) else prologue_scratch(plan, group)
-        return (*own, *partial_scratch(132, plan.rows))
+        return (*own, *partial_scratch(architecture_of(plan).processors, plan.rows))
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:

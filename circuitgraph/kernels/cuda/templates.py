@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...plan.ir import Group, Plan, Scratch
-from ..base import Kernel, kernel
+from ..base import Kernel, kernel, within
+from .architectures import architecture_of, fitting
 from .attention import emit_plain_attention
 from .epilogue import Epilogue, meeting, refuse_epilogue
 from .paged import PagedAttention, shared_bytes
@@ -27,7 +28,7 @@ from .shared import (
     refuse_prologue,
     refuse_top1,
 )
-from .stream_templates import SHARED_BYTES, LinearStream, Top1Stream
+from .stream_templates import LinearStream, Top1Stream
 from .tile_templates import LinearTiles, Top1Tiles
 
 __all__ = [
@@ -54,7 +55,7 @@ class Rows(Kernel):
     class Params:
         """warps: of a block that has one row without heads."""
 
-        warps: int = 16
+        warps: int = within(16, 1, 32)
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
@@ -75,8 +76,8 @@ class LinearPlain(Kernel):
     class Params:
         """blocks_per_processor: that stay and take column after column. warps: of the prologue's blocks."""
 
-        blocks_per_processor: int = 4
-        warps: int = 16
+        blocks_per_processor: int = within(4, 1, 16)
+        warps: int = within(16, 1, 32)
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
@@ -107,8 +108,8 @@ class Top1Plain(Kernel):
     class Params:
         """blocks_per_processor: that stay and take column after column. warps: of the prologue's blocks."""
 
-        blocks_per_processor: int = 2
-        warps: int = 16
+        blocks_per_processor: int = within(2, 1, 16)
+        warps: int = within(16, 1, 32)
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
@@ -117,7 +118,7 @@ class Top1Plain(Kernel):
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
         columns = int(plan.circuit.types[group.anchors[0].inputs[1]].shape[0])  # type: ignore[union-attr]
-        blocks = min(-(-columns // WARPS), 132 * params.blocks_per_processor)
+        blocks = min(-(-columns // WARPS), architecture_of(plan).processors * params.blocks_per_processor)
         return (*prologue_scratch(plan, group), *partial_scratch(blocks * WARPS, plan.rows))
 
     @staticmethod
@@ -140,9 +141,9 @@ class AttendPaged(Kernel):
     class Params:
         """parts: blocks that share one row and KV head, 0 fills the GPU once; warps: of a block; stages: of each warp's ring."""
 
-        parts: int = 0
-        warps: int = 8
-        stages: int = 2
+        parts: int = within(0, 0, 64)
+        warps: int = within(8, 1, 16)
+        stages: int = within(2, 2, 8)
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
@@ -153,15 +154,24 @@ class AttendPaged(Kernel):
             return f"head size {dim}"
         if heads % kv_heads or heads // kv_heads > 8:
             return f"{heads} query heads over {kv_heads}"
-        used = shared_bytes(dim, heads // kv_heads, params.warps, params.stages)
-        if used > SHARED_BYTES:
+        used = shared_bytes(dim, heads // kv_heads, *AttendPaged.cut(plan, group, params))
+        if used > architecture_of(plan).shared_bytes:
             return f"needs {used} B of shared memory"
         return refuse_attend(plan, group, AttendPaged.parts(plan, group, params))
 
     @staticmethod
+    def cut(plan: Plan, group: Group, params: Any) -> tuple[int, int]:
+        """(warps, stages): fewer stages, then fewer warps, where shared memory is small."""
+        heads, dim, kv_heads, _ = attend_facts(plan, group)
+        cuts = [(params.warps, stages) for stages in range(params.stages, 1, -1)]
+        cuts += [(params.warps >> shift, 2) for shift in range(1, 3) if params.warps >> shift]
+        return fitting(plan, cuts, lambda cut: shared_bytes(dim, heads // kv_heads, *cut))
+
+    @staticmethod
     def parts(plan: Plan, group: Group, params: Any) -> int:
         kv_heads = attend_facts(plan, group)[2]
-        return params.parts or max(1, min(32, 1 << round(math.log2(max(132 / (plan.rows * kv_heads), 1)))))
+        share = architecture_of(plan).processors / (plan.rows * kv_heads)
+        return params.parts or max(1, min(32, 1 << round(math.log2(max(share, 1)))))
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
@@ -171,7 +181,8 @@ class AttendPaged(Kernel):
     def emit(env, group: Group, params: Any) -> None:
         query, q = query_of(env, group), group.anchors[0].inputs[0]
         kind = env.plan.circuit.types[q].dtype
-        PagedAttention(env, query, env.words(q), kind, warps=params.warps, stages=params.stages).emit()
+        warps, stages = AttendPaged.cut(env.plan, group, params)
+        PagedAttention(env, query, env.words(q), kind, warps=warps, stages=stages).emit()
         emit_attend_end(env, group, query)
 
 
@@ -185,7 +196,7 @@ class Attend(Kernel):
     class Params:
         """parts: warps that share one row and head."""
 
-        parts: int = 16
+        parts: int = within(16, 1, 64)
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:

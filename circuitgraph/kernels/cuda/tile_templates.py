@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...plan.ir import Group, Plan, Scratch
-from ..base import Kernel, kernel
+from ..base import Kernel, kernel, within
+from .architectures import architecture_of, fitting
 from .epilogue import Epilogue, meeting, refuse_epilogue
 from .plain import Projection, emit_top1_final
 from .shared import (
@@ -21,7 +22,6 @@ from .shared import (
 )
 from .tiles import DEPTH, Tile, Tiles
 
-SHARED_BYTES = 227 * 1024
 PROLOGUE_WARPS = 16
 
 
@@ -29,30 +29,30 @@ PROLOGUE_WARPS = 16
 class TileParams:
     """rows, weights: of one tile, multiples of 32 and 64; stages: of the ring."""
 
-    rows: int = 128
-    weights: int = 128
-    stages: int = 4
+    rows: int = within(128, 32, 256)
+    weights: int = within(128, 64, 256)
+    stages: int = within(4, 2, 8)
 
-    @property
-    def tile(self) -> Tile:
-        return Tile(self.rows, self.weights, self.stages)
+    def tile(self, plan: Plan) -> Tile:
+        tiles = [Tile(self.rows, self.weights, stages) for stages in range(self.stages, 1, -1)]
+        return fitting(plan, tiles, lambda tile: tile.shared_bytes)
 
 
 def refuse_tiles(plan: Plan, group: Group, params: TileParams) -> str | None:
     columns = int(plan.circuit.types[group.anchors[0].inputs[0]].shape[1])  # type: ignore[union-attr]
-    if params.rows % 32 or params.weights % 64 or params.stages < 2:
-        return f"tiles are multiples of 32 rows and 64 weights with 2 stages or more, got {params}"
+    if params.rows % 32 or params.weights % 64:
+        return f"tiles are multiples of 32 rows and 64 weights, got {params}"
     if columns % DEPTH:
         return f"{columns} columns are no whole number of stages of {DEPTH}"
-    if params.tile.shared_bytes > SHARED_BYTES:
-        return f"needs {params.tile.shared_bytes} B of shared memory"
+    if params.tile(plan).shared_bytes > architecture_of(plan).shared_bytes:
+        return f"needs {params.tile(plan).shared_bytes} B of shared memory"
     return refuse_dtypes(plan, group) or refuse_meeting(group) or refuse_prologue(plan, group)
 
 
 def tiles_of(env: Any, group: Group, params: TileParams, projections: list[Projection]) -> Tiles:
     emit_prologue(env, group, PROLOGUE_WARPS)
     x = group.anchors[0].inputs[0]
-    return Tiles(env, params.tile, env.words(x), env.plan.circuit.types[x].dtype, projections)
+    return Tiles(env, params.tile(env.plan), env.words(x), env.plan.circuit.types[x].dtype, projections)
 
 
 @kernel

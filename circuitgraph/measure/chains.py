@@ -1,0 +1,370 @@
+"""GPU times of a drafter that feeds itself: one step, a chain, the proposer around it, prefill."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..circuit.ir import Circuit
+from ..errors import CircuitgraphError, Fault
+from ..ops import TORCH_DTYPES
+from ..runtime.compiled import CompiledRunner
+from ..runtime.mtp import MtpProposer
+from ..runtime.pool import BlockPool
+from .cases import Case, Span, make_case
+from .gpu import ReadCeiling, take_turns
+from .gpu_plan import GpuPlan
+from .peers import PEER_PROGRAM, TorchMtpHead
+from .peers_gpu import graphed_peers
+from .report import Column, Section, microseconds, percent, ratio
+from .truth import check_draft, reference
+
+if TYPE_CHECKING:
+    from .cuda import Observer
+
+BLOCK_SIZE = 16
+WARMUP = 5
+
+N = Column("n", "n")
+
+
+class Ceiling:
+    """The read kernel as one of those that take turns, and the times of its passes over the whole run."""
+
+    NAME = "read"
+
+    def __init__(self, kernel: ReadCeiling):
+        self.kernel = kernel
+        self.seconds: list[float] = []
+
+    def take_turns(self, calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+        """Median microseconds of every call, with one pass of the read kernel in each round."""
+        times = take_turns({self.NAME: self.kernel, **calls}, rounds)
+        self.seconds += times.pop(self.NAME)
+        self.kernel.check()
+        return {name: 1e6 * statistics.median(values) for name, values in times.items()}
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second, the median pass: what it is compared with is a median, too."""
+        return self.kernel.bytes / statistics.median(self.seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "gb_per_s": self.rate / 1e9,
+            "best_gb_per_s": self.kernel.bytes / min(self.seconds) / 1e9,
+            "passes": len(self.seconds),
+            "bytes": self.kernel.bytes,
+            "kernel": str(self.kernel.best),
+            "tried_gb_per_s": {str(reading): rate / 1e9 for reading, rate in self.kernel.tried.items()},
+        }
+
+    def shares(self, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+        """Rows with `of_read`, once all passes have run."""
+        return tuple({**row, "of_read": row["gb_per_s"] * 1e9 / self.rate} for row in rows)
+
+
+def measure(runner: CompiledRunner, ceiling: Ceiling, widths: Sequence[int], plan: GpuPlan, tell: Observer) -> dict[str, Section]:
+    proposing = "proposer" in plan.parts
+    total = len(widths) * (2 if proposing else 1) + ("prefill" in plan.parts)
+    steps: list[dict[str, Any]] = []
+    peers: list[dict[str, Any]] = []
+    singles: list[dict[str, Any]] = []
+    done = 0
+    for n in widths:
+        tell(f"draft {n}", done, total)
+        row, beside, alone = _steps(runner, ceiling, n, plan)
+        steps.append(row)
+        peers += [beside] if beside else []
+        singles += [alone] if alone else []
+        done += 1
+    sections = {"draft": _draft_section(ceiling.shares(steps), plan)}
+    if peers:
+        sections["peers"] = _peer_section(peers)
+    if singles:
+        sections["singles"] = _single_section(singles)
+    if proposing:
+        rows = []
+        for n in widths:
+            tell(f"propose_batch {n}", done, total)
+            rows.append(_proposer(runner, ceiling, n, plan))
+            done += 1
+        sections["proposer"] = _proposer_section(rows, plan)
+    if "prefill" in plan.parts and runner.context_rows:
+        tell("prefill", done, total)
+        sections["prefill"] = _prefill(runner, ceiling, plan)
+    return sections
+
+
+# -- steps -------------------------------------------------------------------------------------------------------
+
+
+def _steps(
+    runner: CompiledRunner, ceiling: Ceiling, n: int, plan: GpuPlan
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Rows of the tables of drafts, of peers and of single rows; empty where there is nothing to compare with."""
+    case = device_case(runner.circuit, n, plan.context, runner.device, runner.max_position)
+    token, hidden, position = (case.inputs[name] for name in ("token", "hidden", "position"))
+    meant = reference(runner.circuit, "draft", case, runner.weights, case.copy_caches())
+    made = runner.draft(token, hidden, position, case.copy_caches())._asdict()
+    checked = check_draft(f"draft {n}", runner.circuit.act, made, meant)
+    calls = {"step": recorded_chain(runner, 1, case), "chain": recorded_chain(runner, plan.steps, case)}
+    if n > 1 and 1 in runner.widths:
+        single = recorded_chain(runner, 1, device_case(runner.circuit, 1, plan.context, runner.device, runner.max_position))
+        calls |= {"single": single, "singles": lambda: [single() for _ in range(n)]}
+    peers: dict[str, Callable[[], object]] = {}
+    equal = 0
+    if plan.with_peers(n) and runner.circuit.name == PEER_PROGRAM:
+        head = TorchMtpHead(runner.circuit, runner.weights, n, plan.context).eval()
+        head.take_cache(next(iter(case.caches.values())))
+        arguments = (token.long(), hidden, position.long())
+        equal = int((head(*arguments)[0] == meant["draft"]).sum())
+        peers = graphed_peers(head, arguments, plan.modes)
+    del meant
+    times = ceiling.take_turns({**calls, **peers}, plan.rounds)
+    moved = step_bytes(runner.circuit, runner.weights, n, plan.context)
+    row = {
+        "n": n,
+        "step_us": times["step"],
+        "bytes": moved,
+        "gb_per_s": moved / times["step"] / 1e3,
+        "chain_us": times["chain"],
+        "chain_steps": plan.steps,
+        "chain_per_step": times["chain"] / times["step"],
+        **checked,
+    }
+    both = {"n": n, "step_us": times["step"]}
+    beside: dict[str, Any] = {**both, "peer_drafts_equal": equal} if peers else {}
+    for name in peers:
+        beside |= {f"{name} us": times[name], f"{name} ratio": times[name] / times["step"]}
+    alone: dict[str, Any] = {}
+    if "singles" in times:
+        runs = times["singles"]
+        alone = {**both, "n_times_single_us": n * times["single"], "single_runs_us": runs, "over_singles": runs / times["step"]}
+    return row, beside, alone
+
+
+def device_case(circuit: Circuit, n: int, context: int, device: torch.device, max_position: int | None) -> Case:
+    """n sequences of `context` rows each, as `make_case` lays them out, on the device."""
+    generator = torch.Generator().manual_seed(n)
+    spans = [Span(context)] * n
+    case = make_case(circuit, n, spans, block_size=BLOCK_SIZE, generator=generator, poison=False, max_position=max_position)
+    return on_device(case, device)
+
+
+def on_device(case: Case, device: torch.device) -> Case:
+    caches = {
+        name: replace(cache, **{part: tensor.to(device) for part, tensor in vars(cache).items()})
+        for name, cache in case.caches.items()
+    }
+    return Case({name: tensor.to(device) for name, tensor in case.inputs.items()}, caches, case.spans)
+
+
+def recorded_chain(runner: CompiledRunner, steps: int, case: Case) -> Callable[[], object]:
+    """The runner's own graph of a chain, as it replays it. Every step writes the same cache row: time does not depend on it."""
+    token, hidden, position = (case.inputs[name] for name in ("token", "hidden", "position"))
+    slots = next(iter(case.caches.values())).slot[None].repeat(steps, 1)
+    for _ in range(3):  # as it comes, recorded, replayed
+        runner.chain(steps, token, hidden, position, case.caches, slots)
+    torch.cuda.synchronize()
+    return newest_graph(runner)
+
+
+def newest_graph(runner: CompiledRunner) -> Callable[[], object]:
+    """Replays what the runner's last call replayed.
+
+    Raises:
+        CircuitgraphError: that call was not a graph.
+    """
+    chain = next(reversed(getattr(runner, "_graphs", {}).values()), None)
+    graph = getattr(chain, "graph", None)
+    if graph is None:
+        raise CircuitgraphError(Fault("the runner did not record a graph", where=runner.circuit.name))
+    return graph.replay
+
+
+def step_bytes(circuit: Circuit, weights: Mapping[str, torch.Tensor], n: int, context: int) -> int:
+    """What one step of n rows has to move: every weight once (of an embedding n rows), the cache rows, the new ones."""
+    gathered = {node.inputs[1] for node in circuit.nodes if node.op == "embed"}
+    projected = {name for node in circuit.nodes if node.op != "embed" for name in node.inputs}
+    moved = 0
+    counted = set()
+    for weight in circuit.weights:
+        tensor = weights[weight.name]
+        if weight.name in gathered and weight.name not in projected:
+            moved += n * tensor.shape[-1] * tensor.element_size()
+        elif tensor.data_ptr() not in counted:
+            counted.add(tensor.data_ptr())
+            moved += tensor.nbytes
+    attends = any(node.op == "attention" for node in circuit.nodes)
+    return moved + sum(state.bytes_per_row() for state in circuit.states) * n * (context + 1 if attends else 1)
+
+
+def _draft_section(rows: Sequence[dict[str, Any]], plan: GpuPlan) -> Section:
+    columns = (
+        N,
+        Column("step us", "step_us", microseconds),
+        Column("MB", "bytes", lambda value: f"{value / 1e6:.0f}"),
+        Column("GB/s", "gb_per_s", lambda value: f"{value:.0f}"),
+        Column("of read", "of_read", percent),
+        Column(f"chain of {plan.steps} us", "chain_us", microseconds),
+        Column("steps", "chain_per_step", lambda value: f"{value:.2f}"),
+        Column("equal drafts", "equal_drafts"),
+        Column("error", "error", lambda value: f"{value:.1e}"),
+    )
+    said = f"One step and a chain of {plan.steps} of n sequences. Drafts that the reference interpreter makes too (others are as "
+    said += "good within rounding), and the relative error of the hidden."
+    return Section("Draft steps", said, columns, tuple(rows))
+
+
+def _single_section(rows: Sequence[dict[str, Any]]) -> Section:
+    columns = (
+        N,
+        Column("step us", "step_us", microseconds),
+        Column("n x one row us", "n_times_single_us", microseconds),
+        Column("n runs us", "single_runs_us", microseconds),
+        Column("ours", "over_singles", ratio),
+    )
+    said = "One step of n rows beside the one-row program: its time n times, and n replays of it one after the other."
+    return Section("Beside single rows", said, columns, tuple(rows))
+
+
+def _peer_section(rows: Sequence[dict[str, Any]]) -> Section:
+    names = list(dict.fromkeys(key.removesuffix(" us") for row in rows for key in row if key.endswith(" us")))
+    columns = [N, Column("step us", "step_us", microseconds)]
+    for name in names:
+        header = f"{name.replace('.', ' ')} us"  # breaks into short lines
+        columns += [Column(header, f"{name} us", microseconds), Column("ours", f"{name} ratio", ratio)]
+    columns.append(Column("equal drafts", "peer_drafts_equal"))
+    said = "The same head in torch (fused QKV and gate/up, SDPA with enable_gqa over a contiguous cache, bf16), as CUDA graphs."
+    return Section("Beside torch", said, tuple(columns), tuple(rows))
+
+
+# -- the proposer ------------------------------------------------------------------------------------------------
+
+
+class _Sequences:
+    """n sequences of a real proposer, with `context` rows each, that draft again and again and have nothing accepted."""
+
+    def __init__(self, runner: CompiledRunner, n: int, context: int, calls: int, steps: int):
+        rows = context + 2 * (calls + WARMUP) + steps + BLOCK_SIZE
+        pool = BlockPool(runner.circuit, blocks=n * -(-rows // BLOCK_SIZE), block_size=BLOCK_SIZE, device=runner.device)
+        self.proposer = MtpProposer(runner, pool)
+        self.states = [self.proposer.alloc_state() for _ in range(n)]
+        self.steps = steps
+        generator = torch.Generator().manual_seed(n)
+        shape, act = (context, runner.hidden_size), TORCH_DTYPES[runner.circuit.act]
+        for state in self.states:
+            tokens = torch.randint(0, runner.vocab_size, (context + 1,), generator=generator).tolist()
+            written = self.proposer.prefill_drafter(tokens, torch.randn(shape, device=runner.device, dtype=act), state)
+            if written != context:
+                raise CircuitgraphError(Fault("prefill refused", expected=f"{context} rows", got=str(written)))
+        self.tokens = torch.randint(0, runner.vocab_size, (n,), generator=generator).tolist()
+        self.hiddens = torch.randn(n, runner.hidden_size, device=runner.device, dtype=act)
+
+    def _positions(self) -> list[int]:
+        return [(self.proposer.last_pair_key(state) or 0) + 2 for state in self.states]
+
+    def batch(self) -> float:
+        """Wall microseconds of one propose_batch, from Python integers to Python integers."""
+        positions = self._positions()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        drafts = self.proposer.propose_batch(self.tokens, self.hiddens, positions, self.steps, self.states)
+        taken = time.perf_counter() - started
+        self._settle(drafts)
+        return 1e6 * taken
+
+    def singles(self) -> float:
+        """Wall microseconds of a propose for each sequence."""
+        positions = self._positions()
+        rows = list(self.hiddens)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        calls = zip(self.tokens, rows, positions, self.states, strict=True)
+        drafts = [self.proposer.propose(token, hidden, position, self.steps, state) for token, hidden, position, state in calls]
+        taken = time.perf_counter() - started
+        self._settle(drafts)
+        return 1e6 * taken
+
+    def _settle(self, drafts: Sequence[Sequence[int]] | None) -> None:
+        if drafts is None or any(len(row) != self.steps for row in drafts):
+            raise CircuitgraphError(Fault("a sequence drafted less", expected=f"{self.steps} drafts each", got=repr(drafts)[:80]))
+        for state in self.states:
+            self.proposer.after_verify(0, state)
+
+
+def _proposer(runner: CompiledRunner, ceiling: Ceiling, n: int, plan: GpuPlan) -> dict[str, Any]:
+    sequences = _Sequences(runner, n, plan.context, plan.calls, plan.steps)
+    for _ in range(WARMUP):
+        sequences.singles()
+        sequences.batch()
+    batches, singles = [], []
+    for _ in range(plan.calls):
+        singles.append(sequences.singles())
+        batches.append(sequences.batch())
+    gpu = ceiling.take_turns({"chain": newest_graph(runner)}, plan.rounds)["chain"]
+    wall, alone = statistics.median(batches), statistics.median(singles)
+    return {
+        "n": n,
+        "wall_us": wall,
+        "chain_gpu_us": gpu,
+        "over_gpu_us": wall - gpu,
+        "proposes_us": alone,
+        "over_proposes": alone / wall,
+        "calls": plan.calls,
+    }
+
+
+def _proposer_section(rows: Sequence[dict[str, Any]], plan: GpuPlan) -> Section:
+    columns = (
+        N,
+        Column("propose_batch us", "wall_us", microseconds),
+        Column("its chain on the GPU us", "chain_gpu_us", microseconds),
+        Column("over it us", "over_gpu_us", microseconds),
+        Column("n propose us", "proposes_us", microseconds),
+        Column("ours", "over_proposes", ratio),
+    )
+    said = (
+        f"Wall time of MtpProposer.propose_batch(n, {plan.steps} drafts), ints in, lists out, hiddens on the GPU, beside the GPU "
+    )
+    said += "time of the same chain and beside n calls of propose."
+    return Section("Proposer", said, columns, tuple(rows))
+
+
+# -- prefill -----------------------------------------------------------------------------------------------------
+
+
+def _prefill(runner: CompiledRunner, ceiling: Ceiling, plan: GpuPlan) -> Section:
+    generator = torch.Generator().manual_seed(0)
+    spans = [Span(0, plan.prefill)]
+    case = make_case(
+        runner.circuit,
+        plan.prefill,
+        spans,
+        block_size=BLOCK_SIZE,
+        generator=generator,
+        poison=False,
+        max_position=runner.max_position,
+    )
+    case = on_device(case, runner.device)
+    token, hidden, position = (case.inputs[name] for name in ("token", "hidden", "position"))
+    times = ceiling.take_turns({"prefill": lambda: runner.context(token, hidden, position, case.caches)}, plan.rounds)
+    row = {
+        "rows": plan.prefill,
+        "programs": -(-plan.prefill // max(runner.context_rows)),
+        "us": times["prefill"],
+        "rows_per_s": plan.prefill / times["prefill"] * 1e6,
+    }
+    columns = (
+        Column("rows", "rows"),
+        Column("programs", "programs"),
+        Column("us", "us", microseconds),
+        Column("rows/s", "rows_per_s", lambda value: f"{value:.3g}"),
+    )
+    return Section("Prefill", "Context rows of one sequence in one call, staging included.", columns, (row,))

@@ -1,0 +1,182 @@
+"""Drafters by size alone, for measuring without a checkpoint: `--shape dense8b`. Their weights are random.
+
+python -m circuitgraph.measure.shapes build/gpu dense2b eagle3-8b attention    # compile, here and without a GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ArtifactError, CircuitError, Fault, did_you_mean
+
+if TYPE_CHECKING:
+    from ..circuit.ir import Circuit
+    from ..pipeline import Observer
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What to compile. `config` is over the example of `family`, in the section that has `hidden_size`. `act` is the type
+    of activations, weights and cache alike."""
+
+    name: str
+    program: str
+    family: str
+    config: Mapping[str, Any]
+    widths: Sequence[int] = (1, 2, 4, 8, 16)
+    context_rows: Sequence[int] = (64, 1024)
+    entries: Sequence[str] | None = None
+    act: str = "bf16"
+
+    def pieces(self, circuit: Circuit, widths: Sequence[int] | None = None) -> list[tuple[str, int]]:
+        """(entry, rows) of every program."""
+        from ..pipeline import work_list
+
+        return work_list(circuit, self.entries, widths or self.widths, self.context_rows)
+
+    def full_config(self) -> dict[str, Any]:
+        """A config.json of the family in this size."""
+        from ..checkpoint import default_config
+
+        config = json.loads(json.dumps(default_config(self.family)))
+        nested = [value for value in config.values() if isinstance(value, dict) and "hidden_size" in value]
+        (nested or [config])[0].update(self.config)
+        return config
+
+
+def _dense(name: str, hidden: int, heads: int, kv_heads: int, ffn: int, dim: int, vocab: int, **more: Any) -> Shape:
+    config = {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": dim,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "max_position_embeddings": 40960,
+    }
+    return Shape(name, "mtp_dense", "qwen3_dense_mtp", config, entries=("draft", "context"), **more)
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        _dense("dense8b", 4096, 32, 8, 12288, 128, 151936),
+        _dense("dense2b", 2048, 16, 4, 6144, 128, 151936),
+        # Small enough to compile and run anywhere: for trying the command.
+        _dense("tiny", 128, 4, 2, 256, 32, 512, widths=(1, 2), context_rows=(16,)),
+        # EAGLE-3 of Llama-3.1-8B.
+        Shape(
+            "eagle3-8b",
+            "eagle3",
+            "eagle3_llama",
+            {
+                "hidden_size": 4096,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "intermediate_size": 14336,
+                "vocab_size": 128256,
+                "draft_vocab_size": 32000,
+            },
+            entries=("first", "draft", "context"),
+        ),
+        # One layer's attention at the heads of both 8B shapes.
+        Shape(
+            "attention",
+            str(HERE / "attend.yaml"),
+            str(HERE / "attend_family.yaml"),
+            {},
+            widths=(1, 8),
+            context_rows=(),
+            entries=("attend",),
+        ),
+    )
+}
+
+
+def find_shape(name: str) -> Shape:
+    """Raises CircuitError for a name that is not in SHAPES."""
+    if name not in SHAPES:
+        hint = f"{did_you_mean(name, SHAPES)} There are: {', '.join(SHAPES)}."
+        raise CircuitError(Fault(f"no shape '{name}'", subject="--shape", hint=hint))
+    return SHAPES[name]
+
+
+def compile_shape(
+    shape: Shape,
+    out: Path,
+    target: str,
+    *,
+    widths: Sequence[int] | None = None,
+    overwrite: bool = False,
+    observer: Observer | None = None,
+) -> Path:
+    """Compile a shape to the artifact `out`. Raises CircuitgraphError as `pipeline.compile`."""
+    from ..pipeline import compile
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    config = out.parent / f"{shape.name}.config.json"
+    config.write_text(json.dumps(shape.full_config()))
+    compile(
+        shape.program,
+        model=config,
+        out=out,
+        target=target,
+        family=shape.family,
+        widths=widths or shape.widths,
+        context_rows=shape.context_rows,
+        entries=shape.entries,
+        overwrite=overwrite,
+        observer=observer,
+        act=shape.act,
+        wt=shape.act,
+        kv=shape.act,
+    )
+    return out
+
+
+def target_here() -> str:
+    """The GPU of this machine, as a compile target. Raises CircuitError when there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        hint = "Say --target cpu, or run it on a machine with a GPU and a CUDA build of torch."
+        raise CircuitError(Fault("there is no GPU here to compile the shape for", subject="--shape", hint=hint))
+    major, minor = torch.cuda.get_device_capability()
+    return f"cuda:sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
+
+
+def check_shape(shape: Shape, artifact: Path) -> None:
+    """Raises ArtifactError when the artifact is not of this shape."""
+    from ..artifact.store import read_artifact
+
+    manifest = read_artifact(artifact).manifest
+    config = shape.full_config()
+    inner = next((value for value in config.values() if isinstance(value, dict) and "hidden_size" in value), config)
+    wanted = f"{Path(shape.program).stem}, hidden {inner['hidden_size']}, vocabulary {inner['vocab_size']}"
+    got = f"{manifest.program}, hidden {manifest.model.hidden_size}, vocabulary {manifest.model.vocab_size}"
+    if wanted != got:
+        hint = "Leave --shape out, or OUT: then the shape is compiled."
+        fault = Fault("is of another shape", where=str(artifact), subject=shape.name, expected=wanted, got=got, hint=hint)
+        raise ArtifactError(fault)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m circuitgraph.measure.shapes", description="Compile shapes to artifacts.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="+", choices=SHAPES)
+    parser.add_argument("--target", default="cuda:sm_90a")
+    options = parser.parse_args(arguments)
+    for name in options.names:
+        print(compile_shape(SHAPES[name], options.folder / name, options.target, overwrite=True), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Every architecture gets the same kind of kernels, as far as its shared memory goes, and nvcc takes them."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from circuitgraph.errors import BuildError
+from circuitgraph.kernels.cuda.architectures import ARCHITECTURES, DEFAULT, architecture
+from circuitgraph.kernels.cuda.backend import make_backend
+from circuitgraph.kernels.cuda.build import HOST
+from circuitgraph.kernels.cuda.nvcc import Nvcc, resources
+from circuitgraph.target import Target, parse_target, parse_targets
+from tests.cuda.test_emit import aligned
+from tests.gpu.pack import CASES, plans_of
+
+
+def kernels(arch, case):
+    """(program, group, pattern) to the kernel's name without its target."""
+    plans = plans_of(case, Target("cuda", arch))
+    return {
+        (plan.symbol, group.name, group.pattern): choice.kernel.removeprefix("cuda.")
+        for plan in plans
+        for group, choice in zip(plan.groups, plan.choices, strict=True)
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_no_architecture_falls_to_plain_kernels_alone(case):
+    wanted = kernels(DEFAULT, case)
+    for arch in ARCHITECTURES:
+        for key, kernel in kernels(arch, case).items():
+            # What streams through 227 KB of shared memory may need tiles where there are 99.
+            assert kernel == wanted[key] or kernel == wanted[key].replace("_stream", "_tiles"), (arch, key)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_compiles(arch, tmp_path):
+    """Streams, tiles, paged attention, plain and row kernels, and the ends of a chain, in one unit."""
+    plans = [aligned(2, arch=arch), aligned(33, "context", arch=arch)]
+    chosen = {choice.kernel for plan in plans for choice in plan.choices}
+    assert chosen == {"cuda.linear_stream", "cuda.linear_tiles", "cuda.attention_paged", "cuda.top1_plain", "cuda.rows"}
+    backend = make_backend(Target("cuda", arch))
+    (source,) = backend.sources(backend.lower(plans))
+    assert HOST in source
+    (tmp_path / "kernels.cu").write_text(source)
+    report = Nvcc(architecture(arch)).compile(tmp_path / "kernels.cu", tmp_path / "kernels.cubin")
+    found = resources(report)
+    assert {"draft_2_kernel", "context_33_kernel", "circuitgraph_chain_end_kernel"} <= found.keys()
+    assert all(registers <= 255 for registers, _ in found.values())
+
+
+def test_targets_are_parsed():
+    assert str(parse_target("cuda:sm_90a")) == "cuda:sm_90a"
+    assert parse_targets("cuda") == (Target("cuda", DEFAULT),)
+    assert [target.of_plans for target in parse_targets("cuda:sm_80,sm_90a")] == ["cuda:sm_80", "cuda:sm_90a"]
+    assert [target.of_plans for target in parse_targets("cpu:znver3")] == ["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("cuda:sm_91", "target 'cuda:sm_91': no target 'cuda:sm_91'. Did you mean 'sm_"),
+        ("cuda:sm_80,,sm_90a", "target 'cuda:sm_80,,sm_90a': no target 'cuda:'. Known: sm_100"),
+        ("cuda:sm_80,sm_90a,sm_80", "'sm_80' is there twice. Name every architecture once"),
+        ("rocm", "no target 'rocm'. Known: cpu, cuda"),
+    ],
+)
+def test_unknown_and_repeated_architectures_are_refused(text, says):
+    with pytest.raises(BuildError) as error:
+        parse_targets(text)
+    assert says in str(error.value)
+
+
+def test_one_architecture_where_several_make_no_sense():
+    with pytest.raises(BuildError, match=r"one architecture at a time. For example 'cuda:sm_80'"):
+        parse_target("cuda:sm_80,sm_90a")

@@ -1,0 +1,249 @@
+"""The GPU bench without a GPU: everything but clocks and graphs, on programs that were compiled for the CPU.
+
+What needs the device (events, graph replays, the read kernel) is replaced; checks, tables and counts are the real ones.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import circuitgraph
+from circuitgraph.artifact import read_artifact
+from circuitgraph.errors import ArtifactError, CircuitgraphError
+from circuitgraph.measure import attend, chains, cuda, entries, peers_gpu, shapes
+from circuitgraph.measure.gpu import READINGS, ReadCeiling
+from circuitgraph.measure.gpu_plan import GpuPlan
+from circuitgraph.measure.report import plain_table
+from circuitgraph.measure.weights import random_weights
+from circuitgraph.runtime import load, open_library
+from circuitgraph.runtime.binding import bind_weights
+
+PLAN = GpuPlan(context=20, rounds=3, calls=2, prefill=32, modes=())
+SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
+CPU = torch.device("cpu")
+
+
+class FakeKernel:
+    """Reads 1000 bytes in the time that the fake clock says."""
+
+    bytes = 1000
+    best = READINGS[0]
+    tried = {READINGS[0]: 1e9}
+
+    def __call__(self) -> None: ...
+    def check(self) -> None: ...
+
+
+@pytest.fixture
+def ceiling(monkeypatch):
+    """A ceiling whose clock ticks 1, 2, 3, ... microseconds over the competitors of a round."""
+
+    def turns(calls, rounds):
+        for call in calls.values():
+            call()
+        return {name: [1e-6 * place] * rounds for place, name in enumerate(calls, start=1)}
+
+    monkeypatch.setattr(chains, "take_turns", turns)
+    monkeypatch.setattr(chains, "newest_graph", lambda runner: lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for module in (attend, entries, peers_gpu):
+        monkeypatch.setattr(module, "record", lambda call: call)
+    return chains.Ceiling(FakeKernel())
+
+
+def artifact_of(name: str, folder, **changes):
+    return shapes.compile_shape(replace(shapes.SHAPES[name], **changes), folder / f"{name}.cg", "cpu")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return artifact_of("tiny", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def eagle(tmp_path_factory):
+    config = {**SMALL, "vocab_size": 300, "draft_vocab_size": 200}
+    return artifact_of("eagle3-8b", tmp_path_factory.mktemp("eagle"), config=config, widths=(2,), entries=("first", "draft"))
+
+
+def runner_of(artifact, **options):
+    manifest = read_artifact(artifact).manifest
+    return load(artifact, weights=random_weights(manifest, "cpu", every=True), **options)
+
+
+def bound_weights(artifact):
+    opened = read_artifact(artifact)
+    return bind_weights(opened, weights=random_weights(opened.manifest, "cpu", every=True), max_position=64)
+
+
+def quiet(*_):
+    return None
+
+
+def test_steps_chains_proposer_and_prefill(tiny, ceiling):
+    sections = chains.measure(runner_of(tiny), ceiling, [1, 2], replace(PLAN, peer_widths=(2,)), quiet)
+    assert list(sections) == ["draft", "peers", "singles", "proposer", "prefill"]
+    (alone,) = sections["singles"].rows
+    assert (alone["n"], alone["n_times_single_us"], alone["single_runs_us"]) == (2, pytest.approx(8), pytest.approx(5))
+    one, two = sections["draft"].rows
+    assert (one["n"], two["n"]) == (1, 2)
+    assert two["step_us"] == pytest.approx(2.0)  # after the read kernel, which took 1
+    assert two["of_read"] == pytest.approx(two["bytes"] / 2e-6 / 1e9)
+    assert two["chain_per_step"] == pytest.approx(1.5)
+    assert two["equal_drafts"] == 2
+    assert [row["n"] for row in sections["peers"].rows] == [2]
+    assert sections["peers"].rows[0]["peer_drafts_equal"] == 2
+    assert sections["peers"].rows[0]["torch eager ratio"] == pytest.approx(3)
+    assert [row["n"] for row in sections["proposer"].rows] == [1, 2]
+    assert all(row["wall_us"] > 0 and row["proposes_us"] > 0 for row in sections["proposer"].rows)
+    assert sections["prefill"].rows[0]["programs"] == 2
+    for section in sections.values():
+        assert len(section.cells()[0]) == len(section.shown())
+        json.dumps(section.to_json())
+
+
+def test_bytes_of_a_step(tiny):
+    """Weights once, of the embedding a row each, cache rows and the new ones."""
+    runner = runner_of(tiny)
+    weights = sum(
+        tensor.nbytes for name, tensor in runner.weights.items() if name not in ("embed_tokens", "rope.cos", "rope.sin")
+    )
+    row = runner.circuit.states[0].bytes_per_row()
+    assert chains.step_bytes(runner.circuit, runner.weights, 3, 20) == weights + 3 * (128 * 2) + 3 * 21 * row
+
+
+def test_a_wrong_program_is_not_timed(tiny, ceiling, monkeypatch):
+    runner = runner_of(tiny)
+    draft = runner.draft
+
+    def wrong(*arguments):
+        made = draft(*arguments)
+        return made._replace(next_hidden=made.next_hidden + 1)
+
+    monkeypatch.setattr(runner, "draft", wrong)
+    with pytest.raises(CircuitgraphError, match="draft 1: differs from the reference"):
+        chains.measure(runner, ceiling, [1], PLAN, quiet)
+
+
+def test_entries_one_by_one(eagle, ceiling):
+    opened = read_artifact(eagle)
+    assert not entries.chains_itself(opened.manifest.circuit)
+    weights = bound_weights(eagle)
+    plan = replace(PLAN, peer_widths=None)
+    section = entries.measure(opened.manifest, open_library(opened), weights, ceiling, [1, 2], plan, quiet)["steps"]
+    assert [(row["entry"], row["n"]) for row in section.rows] == [("first", 1), ("first", 2), ("draft", 1), ("draft", 2)]
+    assert all(row["equal_drafts"] == row["peer_drafts_equal"] == row["n"] for row in section.rows)
+    fc = weights["fc"].nbytes
+    assert section.rows[0]["bytes"] - section.rows[2]["bytes"] == fc
+    json.dumps(section.to_json())
+
+
+def test_attention(tmp_path, ceiling, monkeypatch):
+    monkeypatch.setattr(attend, "CONTEXTS", (33,))
+    monkeypatch.setattr(attend, "MOST_COPIES", 3)
+    artifact = artifact_of("attention", tmp_path, config={**SMALL, "vocab_size": 8}, widths=(1, 2))
+    opened = read_artifact(artifact)
+    assert attend.is_attention(opened.manifest.circuit)
+    section = attend.measure(opened.manifest, open_library(opened), CPU, ceiling, [1, 2], 3, quiet)["attention"]
+    assert [(row["n"], row["context"], row["copies"]) for row in section.rows] == [(1, 33, 3), (2, 33, 3)]
+    assert all(row["us"] == pytest.approx(2 / 3) and row["over_sdpa"] == pytest.approx(1.5) for row in section.rows)
+    assert section.rows[0]["bytes"] == 33 * 2 * 2 * 16 * 2
+    assert all(row["error"] < attend.LIMIT for row in section.rows)
+
+
+@pytest.mark.parametrize("random", [True, False])
+def test_weights_are_made_where_they_are_used(tiny, random):
+    """A shape's artifact has no checkpoint: with and without --random all weights are made up."""
+    bound = cuda._bind(read_artifact(tiny), None, None, None, random, CPU, 77)
+    assert bound["rope.cos"].shape[0] == 77
+    assert 0.5 < float(bound["layer.ffn.gate_proj"].float().std()) * 128**0.5 < 2
+    assert float(bound["enorm"].float().mean()) == pytest.approx(1, abs=0.1)
+
+
+def test_report(tiny, ceiling, monkeypatch, capsys, tmp_path):
+    """The whole command but the device: dispatch, report, table, file."""
+    machine = {"device": "H0", "driver": "1", "versions": {"torch": "2"}}
+    manifest = read_artifact(tiny).manifest
+    opened = replace(read_artifact(tiny), manifest=replace(manifest, target=replace(manifest.target, kind="cuda")))
+    monkeypatch.setattr(cuda, "need_gpu", quiet)
+    monkeypatch.setattr(cuda, "check_device", quiet)
+    monkeypatch.setattr(cuda, "built_for_gpu", lambda manifest, device: manifest)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda, "read_artifact", lambda path: opened)
+    monkeypatch.setattr(cuda, "ReadCeiling", FakeKernel)
+    monkeypatch.setattr(cuda, "describe_gpu", lambda tools: machine)
+    monkeypatch.setattr(cuda, "_bind", lambda opened, *_: bound_weights(tiny))
+    monkeypatch.setattr(cuda, "load", lambda *_, **options: runner_of(tiny))
+    assert (
+        cuda.main([str(tiny), "--random", "--widths", "2", "--context", "20", "--parts", "", "--json", str(tmp_path / "r.json")])
+        == 0
+    )
+    shown = capsys.readouterr().out
+    assert "of read" in shown
+    assert "read ceiling 1 GB/s" in shown
+    data = json.loads((tmp_path / "r.json").read_text())
+    assert data["machine"] == machine
+    assert data["sections"]["draft"]["rows"][0]["n"] == 2
+    assert cuda.main([str(tiny), "--widths", "3"]) == 1
+    assert "has no program for 3 rows. Compiled: 1, 2." in capsys.readouterr().err
+    assert cuda.main([str(tiny), "--parts", "propose"]) == 1
+    assert "there is no part 'propose' to measure. Did you mean 'proposer'?" in capsys.readouterr().err
+
+
+def test_read_kernel_covers_whole_tiles():
+    """Every way to read takes the same part of the buffer for every block, and most of the buffer."""
+    probe = ReadCeiling.__new__(ReadCeiling)
+    probe.processors, probe.buffer = 132, torch.empty(2 << 28, device="meta")
+    for reading in READINGS:
+        words = probe._words(reading)
+        assert words % (reading.threads * reading.unroll * 4 * reading.blocks * 132) == 0
+        assert words > 0.9 * probe.buffer.numel()
+    assert len(set(map(str, READINGS))) == len(READINGS)
+
+
+def test_without_a_gpu(tiny):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ArtifactError, match="there is no GPU here"):
+        cuda.bench_cuda(tiny)
+
+
+def test_plain_table_aligns():
+    lines = plain_table(["n", "us"], [["1", "2.0"], ["16", "300.0"]]).splitlines()
+    assert lines == [" n     us", " 1    2.0", "16  300.0"]
+
+
+@pytest.mark.parametrize("name", [name for name in shapes.SHAPES if name != "tiny"])
+def test_shapes_bind(name, tmp_path):
+    """Sizes of the shapes that are too large to compile here."""
+    shape = shapes.find_shape(name)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(shape.full_config()))
+    from circuitgraph.checkpoint import bind
+
+    circuit = bind(shape.program, model=file, family=shape.family, act=shape.act, kv=shape.act, wt=shape.act).circuit
+    known = {entry.name for entry in circuit.entries}
+    assert set(shape.entries or ()) <= known
+    sizes = {
+        name: sum(2 * torch.Size(weight.type.shape).numel() for weight in circuit.weights if weight.name not in left_out)
+        for name, left_out in (("all", ["embed_tokens"]), ("later", ["embed_tokens", "fc"]))
+    }
+    expected = {"dense8b": 1.698e9, "eagle3-8b": 0.850e9, "attention": 0, "dense2b": 0.735e9}[name]
+    assert sizes["all"] == pytest.approx(expected, rel=0.01)
+    if name == "eagle3-8b":
+        assert sizes["later"] == pytest.approx(0.75e9, rel=0.01)
+
+
+def test_a_shape_of_another_artifact_is_refused(tiny):
+    with pytest.raises(ArtifactError, match="is of another shape; expected mtp_dense, hidden 4096"):
+        shapes.check_shape(shapes.SHAPES["dense8b"], tiny)
+    shapes.check_shape(shapes.SHAPES["tiny"], tiny)
+
+
+def test_bench_of_a_shape_on_the_cpu(tiny):
+    report = circuitgraph.bench(tiny, random=True, peers=False, seconds=0.01, context=8, entries=["draft"])
+    assert [row.rows for row in report.rows] == [1, 2]
