@@ -1,8 +1,8 @@
 """`CudaRunner`: compiled programs on a GPU, on the caller's current stream; drafts and chains replay as CUDA graphs.
 
-A chain of K steps is one graph: step k + 1 reads its tokens and hiddens where step k wrote them, positions and lengths of
-all steps are formed at its start, and the host waits for nothing. Integers travel in one packed copy when they come from
-the host.
+A chain of K steps is one graph: step k + 1 reads its tokens and hiddens where step k wrote them, and the host waits for
+nothing. Integers that come from the host travel in one packed copy, with the positions and lengths of all steps; for
+integers on the device the graph has a kernel at its start that forms those.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from circuitgraph.errors import ArtifactError, Fault, RuntimeUseError
 from circuitgraph.ops import TORCH_DTYPES
 
 from .compiled import CHAIN_FUNCTIONS, CompiledRunner, _Program
-from .runner import Caches, DraftChain, DraftStep, _kind
+from .runner import Caches, DraftChain, DraftStep, _kind, no_autograd
 
 MOST_GRAPHS = 64
 """Graphs kept per runner; beyond that the one that was used longest ago is dropped."""
@@ -89,8 +89,13 @@ class CudaRunner(CompiledRunner):
                 Fault("does not fit", where=self.circuit.name, subject=name, expected=expected, got=_kind(tensor))
             )
 
+    @property
+    def integers_on(self) -> torch.device:
+        return torch.device("cpu")
+
     # -- work --------------------------------------------------------------------------------------------------
 
+    @no_autograd()
     def draft(self, token, hidden, position, kv) -> DraftStep:
         if torch.cuda.is_current_stream_capturing() or len(kv) > 1:  # a graph has one slot per row for all states
             with self._stream():
@@ -100,21 +105,41 @@ class CudaRunner(CompiledRunner):
         chain = self._replay(1, token, hidden, position, kv, slots, stops=False)
         return DraftStep(chain.drafts[:, 0], chain.logprobs[:, 0], chain.next_hidden)
 
+    @no_autograd()
     def logits(self, token, hidden, position, kv) -> tuple[torch.Tensor, torch.Tensor]:
         with self._stream():
             return super().logits(token, hidden, position, self._on_device(kv))
 
+    @no_autograd()
     def context(self, token, hidden, position, kv) -> None:
         with self._stream():
             super().context(token, hidden, position, self._on_device(kv))
 
+    @no_autograd()
     def chain(self, steps, token, hidden, position, kv, slots) -> DraftChain:
         n = self._check_rows(token, hidden, position, kv)
-        self._check_chain(steps, n, position, slots)
+        self._check_chain(steps, n, position, slots, kv)
         if torch.cuda.is_current_stream_capturing():
             with self._stream():
                 return super().chain(steps, token, hidden, position, self._on_device(kv), slots)
         return self._replay(steps, token, hidden, position, kv, slots, stops=True)
+
+    @no_autograd()
+    def chain_lists(self, steps, token, hidden, position, kv, slots) -> tuple[list[list[int]], list[list[float]]]:
+        n = token.shape[0]
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeUseError(Fault("results cannot be read while a graph is captured", where=self.circuit.name))
+        self._count("draft", n)
+        drafts: list[list[int]] = []
+        logprobs: list[list[float]] = []
+        with torch.cuda.device(self.device):
+            for program, first, count in self._parts("draft", n):
+                graph = self._graph(program, steps, kv, stops=True)
+                graph.run(first, count, token, hidden, position, kv, slots)
+                ids, scores = graph.read(count)
+                drafts += ids
+                logprobs += scores
+        return drafts, logprobs
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[None]:
@@ -138,7 +163,8 @@ class CudaRunner(CompiledRunner):
         with torch.cuda.device(self.device):
             for program, first, count in self._parts("draft", n):
                 graph = self._graph(program, steps, kv, stops)
-                made.append(graph.run(first, count, token, hidden, position, kv, slots))
+                graph.run(first, count, token, hidden, position, kv, slots)
+                made.append(graph.results(count))
         if len(made) == 1:
             return made[0]
         return DraftChain(*(torch.cat(parts) for parts in zip(*made, strict=True)))
@@ -169,114 +195,161 @@ class _Chain:
     ):
         self.runner, self.program, self.steps, self.stops = runner, program, steps, stops
         n, device = program.rows, runner.device
-        shapes: dict[str, tuple[int, ...]] = {"token": (n,), "position": (n,), "slots": (steps, n)}
+        # `positions` and `lengths` are what the steps read; `position` and `length` what a kernel forms them from.
+        shapes: dict[str, tuple[int, ...]] = {"token": (n,), "slots": (steps, n), "positions": (steps, n), "position": (n,)}
         for name, (sequences, width) in sizes.items():
             shapes |= {
                 f"{name}.seq": (n,),
+                f"{name}.lengths": (steps, n),
                 f"{name}.length": (n,),
                 f"{name}.start": (sequences,),
                 f"{name}.table": (sequences, width),
             }
+        self.states = list(sizes)
         self.ints, self.packed = _packed(shapes, device)
         self.host, self.pinned = _packed(shapes, torch.device("cpu"))
+        self.ramp = torch.arange(steps, dtype=torch.int32)[:, None]
         self.copied = torch.cuda.Event()
         self.hidden = torch.zeros(n, runner.hidden_size, dtype=TORCH_DTYPES[runner.circuit.act], device=device)
-        self.positions = torch.zeros(steps, n, dtype=torch.int32, device=device)
-        self.lengths = {name: torch.zeros(steps, n, dtype=torch.int32, device=device) for name in sizes}
-        self.drafts = torch.zeros(steps, n, dtype=torch.int32, device=device)
-        self.logprobs = torch.zeros(steps, n, device=device)
-        self.hiddens = [torch.zeros_like(self.hidden) for _ in range(steps)]
         # Drafts and, as the same 32 bits, log-probabilities: one copy takes both to the caller.
-        self.result = torch.zeros(2, n, steps, dtype=torch.int32, device=device)
+        self.result = torch.zeros(2, steps, n, dtype=torch.int32, device=device)
+        self.drafts, self.logprobs = self.result[0], self.result[1].view(torch.float32)
+        self.pinned_result = torch.zeros(2, steps, n, dtype=torch.int32, pin_memory=True)
+        self.hiddens = [torch.zeros_like(self.hidden) for _ in range(steps)]
         self.views: dict[tuple[bool, str, torch.Size], torch.Tensor] = {}
         self.storage = {f"{name}.{part}": getattr(cache, part) for name, cache in kv.items() for part in ("k", "v")}
         self.calls = [self._arguments(step) for step in range(steps)]
-        self.ends = {
-            name: _converted(
-                self.ints["position"], self.ints[f"{name}.length"], self.ints["slots"], self.positions, lengths, stops
-            )
-            for name, lengths in self.lengths.items()
-        }
-        self.ends["end"] = _converted(
-            self.drafts, self.logprobs, self.ints["slots"], self.result[0], self.result[1].view(torch.float32), stops
-        )
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.used = False
+        slots = self.ints["slots"]
+        self.begins = [
+            _converted(self.ints["position"], self.ints[f"{name}.length"], slots, self.ints["positions"], lengths, stops)
+            for name, lengths in ((name, self.ints[f"{name}.lengths"]) for name in self.states)
+        ]
+        self.end = _converted(slots, self.drafts, self.logprobs, stops)
+        self.graphs: dict[bool, torch.cuda.CUDAGraph | None] = {}
 
     def _arguments(self, step: int) -> list[Any]:
         given: dict[tuple[str, str], torch.Tensor] = {
             ("input", "token"): self.drafts[step - 1] if step else self.ints["token"],
             ("input", "hidden"): self.hiddens[step - 1] if step else self.hidden,
-            ("input", "position"): self.positions[step],
+            ("input", "position"): self.ints["positions"][step],
             ("output", "draft"): self.drafts[step],
             ("output", "logprob"): self.logprobs[step],
             ("output", "next_hidden"): self.hiddens[step],
         }
         given |= {("state", name): tensor for name, tensor in self.storage.items()}
-        for name, lengths in self.lengths.items():
+        for name in self.states:
             given |= {("state", f"{name}.{part}"): self.ints[f"{name}.{part}"] for part in ("seq", "start", "table")}
-            given |= {("state", f"{name}.length"): lengths[step], ("state", f"{name}.slot"): self.ints["slots"][step]}
+            given |= {("state", f"{name}.length"): self.ints[f"{name}.lengths"][step]}
+            given |= {("state", f"{name}.slot"): self.ints["slots"][step]}
         arguments = list(self.program.args)
         for index, arg in enumerate(self.program.spec.args):
             if (arg.role, arg.name) in given:
                 arguments[index] = tvm_ffi.from_dlpack(given[arg.role, arg.name])
         return arguments
 
-    def run(self, first: int, count: int, token, hidden, position, kv: Caches, slots) -> DraftChain:
-        self._stage(first, count, token, hidden, position, kv, slots)
-        if self.graph is not None:
-            self.graph.replay()
-        elif self.used:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                self._launch()
-            self.graph.replay()
+    def run(self, first: int, count: int, token, hidden, position, kv: Caches, slots) -> None:
+        """Stage and launch; results stay here until the next run."""
+        sources = self._sources(first, count, token, position, kv, slots)
+        formed, masked = all(source.device.type == "cpu" for source in sources.values()), self.stops
+        if formed:
+            masked = self._stage_host(count, sources)
         else:
-            self.used = True
-            self._launch()
-        made = self.result[:, :count].clone()
-        return DraftChain(made[0], made[1].view(torch.float32), self.hiddens[-1][:count].clone())
+            self._stage_mixed(count, sources)
+        self.hidden[:count].copy_(hidden[first : first + count])
+        self._replay(formed=formed, masked=masked)
 
-    def _stage(self, first: int, count: int, token, hidden, position, kv: Caches, slots) -> None:
+    def _sources(self, first: int, count: int, token, position, kv: Caches, slots) -> dict[str, torch.Tensor]:
         last = first + count
         sources = {"token": token[first:last], "position": position[first:last], "slots": slots[:, first:last]}
         for name, cache in kv.items():
             sources |= {f"{name}.seq": cache.seq[first:last], f"{name}.length": cache.length[first:last]}
             sources |= {f"{name}.start": cache.start, f"{name}.table": cache.table}
-        on_host = {name: source for name, source in sources.items() if source.device.type == "cpu"}
-        idle = count < self.program.rows
-        if on_host or idle:
-            # Idle rows write nowhere and see nothing; the packed copy brings their values too.
-            self.copied.synchronize()
-            if idle:
-                self.pinned.zero_()
-                self.host["slots"].fill_(-1)
-            for name, source in on_host.items():
-                self._part(self.host, name, source).copy_(source)
-            self.packed.copy_(self.pinned, non_blocking=True)
-            self.copied.record()
-        rest = [name for name in sources if name not in on_host]
-        if rest:
-            targets = [self._part(self.ints, name, sources[name]) for name in rest]
-            torch._foreach_copy_(targets, [sources[name] for name in rest])  # type: ignore[reportPrivateImportUsage]
-        self.hidden[:count].copy_(hidden[first:last])
+        return sources
 
-    def _part(self, tensors: dict[str, torch.Tensor], name: str, source: torch.Tensor) -> torch.Tensor:
-        """The corner of a staging tensor that `source` fills. Cutting views costs as much as copying into them."""
-        key = (tensors is self.host, name, source.shape)
+    def _stage_host(self, count: int, sources: dict[str, torch.Tensor]) -> bool:
+        """All integers from the host, with what every step reads. Returns whether some row stops before the end."""
+        self._clear(count)
+        for name, source in sources.items():
+            if name != "position" and not name.endswith(".length"):
+                self._part(self.host, name, source.shape).copy_(source)
+        ragged = self.stops and any(slot < 0 for row in sources["slots"].tolist() for slot in row)
+        stopped = sources["slots"] < 0 if ragged else None
+        for name in ("position", *(f"{name}.length" for name in self.states)):
+            ramped = self._part(self.host, f"{name}s", torch.Size((self.steps, count)))
+            torch.add(sources[name], self.ramp, out=ramped)
+            if stopped is not None:
+                ramped.masked_fill_(stopped, 0)
+        self._send()
+        return ragged
+
+    def _stage_mixed(self, count: int, sources: dict[str, torch.Tensor]) -> None:
+        """Some or all integers on the device already; a kernel forms what every step reads."""
+        on_host = {name: source for name, source in sources.items() if source.device.type == "cpu"}
+        if on_host or count < self.program.rows:
+            self._clear(count)
+            for name, source in on_host.items():
+                self._part(self.host, name, source.shape).copy_(source)
+            self._send()
+        rest = [name for name in sources if name not in on_host]
+        targets = [self._part(self.ints, name, sources[name].shape) for name in rest]
+        torch._foreach_copy_(targets, [sources[name] for name in rest])  # type: ignore[reportPrivateImportUsage]
+
+    def _clear(self, count: int) -> None:
+        """Rows without work write nowhere and see nothing."""
+        self.copied.synchronize()  # the copy before has left this memory
+        if count < self.program.rows:
+            self.pinned.zero_()
+            self.host["slots"].fill_(-1)
+
+    def _send(self) -> None:
+        self.packed.copy_(self.pinned, non_blocking=True)
+        self.copied.record()
+
+    def _part(self, tensors: dict[str, torch.Tensor], name: str, shape: torch.Size) -> torch.Tensor:
+        """The corner of a staging tensor that a tensor of `shape` fills. Cutting views costs as much as copying into them."""
+        key = (tensors is self.host, name, shape)
         view = self.views.get(key)
         if view is None:
-            view = self.views[key] = tensors[name][tuple(slice(size) for size in source.shape)]
+            view = self.views[key] = tensors[name][tuple(slice(size) for size in shape)]
         return view
 
-    def _launch(self) -> None:
+    def _replay(self, *, formed: bool, masked: bool) -> None:
+        """formed: positions and lengths are there; masked: some rows may have stopped. Recorded at the second use."""
+        key = (formed, masked)
+        graph = self.graphs.get(key)
+        if graph is not None:
+            return graph.replay()
+        if key not in self.graphs:
+            self.graphs[key] = None
+            return self._launch(*key)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._launch(*key)
+        self.graphs[key] = graph
+        graph.replay()
+
+    def _launch(self, formed: bool, masked: bool) -> None:
         begin, end = self.runner.chain_functions
         with self.runner._stream():
-            for name in self.lengths:
-                begin(*self.ends[name])
+            if not formed:
+                for arguments in self.begins:
+                    begin(*arguments)
             for arguments in self.calls:
                 self.program.call(*arguments)
-            end(*self.ends["end"])
+            if masked:
+                end(*self.end)
+
+    def results(self, count: int) -> DraftChain:
+        """Fresh tensors."""
+        made = self.result[:, :, :count].clone()
+        return DraftChain(made[0].T, made[1].view(torch.float32).T, self.hiddens[-1][:count].clone())
+
+    def read(self, count: int) -> tuple[list[list[int]], list[list[float]]]:
+        """(drafts, logprobs) on the host: waits for the chain."""
+        self.pinned_result.copy_(self.result, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        drafts, logprobs = self.pinned_result[:, :, :count].transpose(1, 2).unbind()
+        return drafts.tolist(), logprobs.view(torch.float32).tolist()
 
 
 def _converted(*arguments: torch.Tensor | bool) -> list[Any]:

@@ -17,7 +17,7 @@ from circuitgraph.ops import PagedKV
 from .metrics import Metrics
 from .pool import BlockPool
 from .proposer import DraftProposer, Hiddens
-from .runner import DraftChain, DraftRunner, no_autograd
+from .runner import DraftRunner, no_autograd
 from .state import MtpProposerState, ProposerState
 from .trim import TRIM, rows_missing
 
@@ -236,19 +236,17 @@ class MtpProposer(DraftProposer):
         if rows:
             everyone = len(rows) == len(states)
             try:
-                chain = self._batch.chain(
+                made = self._batch.chain(
                     [last_tokens[row] for row in rows],
                     hiddens if everyone else [hiddens[row] for row in rows],
                     [positions[row] for row in rows],
                     [states[row] for row in rows],
                     counts,
                 )
-                # The chain's one readback.
-                made = zip(rows, counts, chain.drafts.tolist(), chain.logprobs.tolist(), strict=True)
             except BaseException:
                 self._give_back(states, held)
                 raise
-            for row, count, ids, scores in made:
+            for row, count, ids, scores in zip(rows, counts, *made, strict=True):
                 drafts[row], logprobs[row] = _cut(ids[:count], scores[:count], stop_ids)
         for state, position, ids, scores in zip(states, positions, drafts, logprobs, strict=True):
             state.last_drafts = ids
@@ -417,7 +415,7 @@ class _Batch:
 
     def __init__(self, runner: DraftRunner, pool: BlockPool):
         self.runner, self.pool = runner, pool
-        columns = [_Column(runner.device) for _ in range(7)]
+        columns = [_Column(runner.integers_on) for _ in range(7)]
         self.token, self.position, self.seq, self.length, self.slot, self.start, self.table = columns
 
     def chain(
@@ -427,15 +425,15 @@ class _Batch:
         positions: Sequence[int],
         states: Sequence[MtpProposerState],
         counts: Sequence[int],
-    ) -> DraftChain:
-        """counts[i] drafts for states[i], whose rows have blocks already."""
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """counts[i] drafts for states[i], whose rows have blocks already, and their log-probabilities."""
         steps = max(counts)
         rows = [list(self.pool.slots(state.lease, state.rows, count)) for state, count in zip(states, counts, strict=True)]
         written = [row[step] if step < len(row) else -1 for step in range(steps) for row in rows]
         slots = self.slot.fill(written).view(steps, len(states))
         caches = self._caches(states, range(len(states)), [state.rows + 1 for state in states], slots[0])
         token, position = self.token.fill(tokens), self.position.fill(positions)
-        return self.runner.chain(steps, token, _stacked([hiddens]), position, caches, slots)
+        return self.runner.chain_lists(steps, token, _stacked([hiddens]), position, caches, slots)
 
     def context(
         self,

@@ -100,6 +100,11 @@ class DraftRunner(abc.ABC):
         return min(rows) if rows else None
 
     @property
+    def integers_on(self) -> torch.device:
+        """Where integer arguments lie best."""
+        return self.device
+
+    @property
     def hidden_source(self) -> str:
         """What the server must capture of the target: "post_norm" or "pre_norm" (its final norm).
 
@@ -171,6 +176,14 @@ class DraftRunner(abc.ABC):
             logprobs[:, k] = torch.where(live, step.logprob, logprobs[:, k])
             token, hidden = step.draft, step.next_hidden
         return DraftChain(drafts, logprobs, hidden)
+
+    def chain_lists(
+        self, steps: int, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor, kv: Caches, slots: torch.Tensor
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """`chain`, with (drafts, logprobs) as lists of n lists of `steps`. For a caller that vouches for its integers, which
+        may be in host memory: a runner need not check them again, and copies from the device once."""
+        chain = self.chain(steps, token, hidden, position, kv, slots)
+        return chain.drafts.tolist(), chain.logprobs.tolist()
 
     # -- checks that every implementation shares ---------------------------------------------------------------
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tvm.tirx.script import builder as T
 
 from ...circuit.types import StateType, TensorType
 from ...plan.ir import VIEWS, Group, Plan, Scratch
-from .attention import Query, emit_combine
+from .attention import Query
 from .epilogue import meeting
 from .plain import ROWS, Partials
 from .row_program import Evaluator, Place, emit_rows, for_each, refuse_rows, sinks_of
@@ -89,7 +90,8 @@ def attend_scratch(plan: Plan, group: Group, parts: int) -> tuple[Scratch, ...]:
     return tuple(Scratch(name, TensorType("f32", shape)) for name, shape in shapes)
 
 
-def query_of(env, group: Group) -> Query:
+def query_of(env, group: Group, parts: int, *, joined: bool = False) -> Query:
+    """joined: by the launch itself, without scratch."""
     (node,) = group.anchors
     state = state_of(env.plan, node)
     return Query(
@@ -99,8 +101,8 @@ def query_of(env, group: Group) -> Query:
         layer=int(node.attr["layer"]),
         **{part: env.buffer(f"{state}.{part}") for part in ("table", "seq", "start", "length")},
         scale=float(node.attr["scale"]),
-        sums=env.buffer("sums"),
-        stats=env.buffer("stats"),
+        parts=parts,
+        **({} if joined else {name: env.buffer(name) for name in ("sums", "stats")}),
     )
 
 
@@ -108,8 +110,8 @@ def state_of(plan: Plan, node: Any) -> str:
     return next(t.state for t in (plan.circuit.types[name] for name in node.inputs) if isinstance(t, StateType))
 
 
-def emit_attend_end(env, group: Group, query: Query) -> None:
-    """Join the parts, with the epilogue on every element."""
+def attend_end(env, group: Group, query: Query) -> Callable[[Any, Any, Any, Any], None]:
+    """finish(row, head, column, value): the epilogue on one element of the joined parts."""
     (node,) = group.anchors
     sinks = sinks_of(env.plan, group, group.nodes)
     targets = {name: env.flat(name) for name in sinks}
@@ -120,7 +122,7 @@ def emit_attend_end(env, group: Group, query: Query) -> None:
         for name, target in targets.items():
             store(target, [row, head * dim + column], evaluator.at(name, Place(row, head, column)))
 
-    emit_combine(env, query, finish)
+    return finish
 
 
 def emit_copy(env, source: Any, target: Any) -> None:

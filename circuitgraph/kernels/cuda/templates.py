@@ -8,15 +8,15 @@ from typing import Any
 
 from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel
-from .attention import emit_plain_attention
+from .attention import emit_combine, emit_plain_attention
 from .epilogue import Epilogue, meeting, refuse_epilogue
-from .paged import PagedAttention, shared_bytes
+from .paged import CLUSTER, PagedAttention, shared_bytes
 from .plain import WARPS, Projection, emit_plain, emit_plain_top1, emit_top1_final
 from .row_program import emit_rows, refuse_rows, sinks_of
 from .shared import (
+    attend_end,
     attend_facts,
     attend_scratch,
-    emit_attend_end,
     emit_copy,
     emit_prologue,
     partial_scratch,
@@ -138,11 +138,13 @@ class AttendPaged(Kernel):
 
     @dataclass(frozen=True)
     class Params:
-        """parts: blocks that share one row and KV head, 0 fills the GPU once; warps: of a block; stages: of each warp's ring."""
+        """parts: blocks that share one row and KV head, 0 fills the GPU once; warps: of a block; stages: of each warp's ring.
+        cluster: the parts are one cluster of at most 8 blocks, and join their sums through shared memory."""
 
         parts: int = 0
         warps: int = 8
         stages: int = 2
+        cluster: bool = True
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
@@ -156,23 +158,33 @@ class AttendPaged(Kernel):
         used = shared_bytes(dim, heads // kv_heads, params.warps, params.stages)
         if used > SHARED_BYTES:
             return f"needs {used} B of shared memory"
-        return refuse_attend(plan, group, AttendPaged.parts(plan, group, params))
+        parts = AttendPaged.parts(plan, group, params)
+        if params.cluster and parts > CLUSTER:
+            return f"a cluster has at most {CLUSTER} blocks, got {parts} parts"
+        return refuse_attend(plan, group, parts)
 
     @staticmethod
     def parts(plan: Plan, group: Group, params: Any) -> int:
-        kv_heads = attend_facts(plan, group)[2]
-        return params.parts or max(1, min(32, 1 << round(math.log2(max(132 / (plan.rows * kv_heads), 1)))))
+        kv_heads, most = attend_facts(plan, group)[2], CLUSTER if params.cluster else 32
+        return params.parts or max(1, min(most, 1 << round(math.log2(max(132 / (plan.rows * kv_heads), 1)))))
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
-        return attend_scratch(plan, group, AttendPaged.parts(plan, group, params))
+        return () if params.cluster else attend_scratch(plan, group, AttendPaged.parts(plan, group, params))
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
-        query, q = query_of(env, group), group.anchors[0].inputs[0]
-        kind = env.plan.circuit.types[q].dtype
-        PagedAttention(env, query, env.words(q), kind, warps=params.warps, stages=params.stages).emit()
-        emit_attend_end(env, group, query)
+        q = group.anchors[0].inputs[0]
+        query = query_of(env, group, AttendPaged.parts(env.plan, group, params), joined=params.cluster)
+        attention = PagedAttention(
+            env, query, env.words(q), env.plan.circuit.types[q].dtype, warps=params.warps, stages=params.stages
+        )
+        finish = attend_end(env, group, query)
+        if params.cluster:
+            attention.emit(finish)
+        else:
+            attention.emit()
+            emit_combine(env, query, finish)
 
 
 @kernel
@@ -197,6 +209,6 @@ class Attend(Kernel):
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
-        query = query_of(env, group)
+        query = query_of(env, group, params.parts)
         emit_plain_attention(env, query)
-        emit_attend_end(env, group, query)
+        emit_combine(env, query, attend_end(env, group, query))
