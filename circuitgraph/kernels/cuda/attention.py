@@ -34,7 +34,7 @@ class Query:
 
     def span(self, row: Any) -> tuple[Any, Any, Any]:
         """(sequence, first, end) of the cache rows that a row sees. A row of length 0 is idle: its sequence means nothing."""
-        sequence, first = register("int32"), register("int32")
+        sequence, first = register("int32", name="sequence"), register("int32", name="first")
         put(first, T.int32(0))
         end, named = load_int(self.length, [row]), load_int(self.seq, [row])  # both on their way at once
         put(sequence, T.Select(end > 0, named, T.int32(0)))

@@ -12,8 +12,8 @@ from tvm.tirx.script import builder as T
 
 from ...circuit.types import DTYPE_BITS, StateType, TensorType
 from ...lower import argument_values
-from ...plan.ir import Group, Plan
-from .values import do, wide
+from ...plan.ir import Group, Plan, Scratch
+from .values import do, named, wide
 
 STEADY = frozenset({"position"})
 
@@ -91,6 +91,9 @@ class CudaEnvironment:
         self._output_of: dict[str, str] = {}
         for role, value in argument_values(plan):
             buffer = self._argument(value, role)
+            if role == "workspace":
+                self._workspace = buffer
+                continue
             if role != "output":
                 self._buffers[value.name] = buffer
                 continue
@@ -157,7 +160,7 @@ class CudaEnvironment:
     # -- buffers -----------------------------------------------------------------------------------------------
 
     def buffer(self, name: str) -> Any:
-        """Buffer of a value, weight, table, state part (`kv.slot`) or scratch of the current group."""
+        """Buffer of a value, weight, table, state part (`kv.slot`)."""
         assert self.group is not None
         root = self.plan.storage(name)
         for key in (f"{self.group.name}/{root}", root):
@@ -178,8 +181,8 @@ class CudaEnvironment:
             )
         assert isinstance(value_type, TensorType)
         offset = self.plan.slots[key].offset // (DTYPE_BITS[value_type.dtype] // 8)
-        workspace = self._buffers["workspace"]
-        return T.decl_buffer(list(value_type.shape), TIR_DTYPES[value_type.dtype], data=workspace.data, elem_offset=offset)
+        dtype = TIR_DTYPES[value_type.dtype]
+        return named(root, T.decl_buffer(list(value_type.shape), dtype, data=self._workspace.data, elem_offset=offset))
 
     def view(self, key: str, shape: Any, dtype: str = "") -> Any:
         """The storage `key` under another shape or element type of the same bytes."""
@@ -195,8 +198,13 @@ class CudaEnvironment:
         if cached not in self._views:
             scale = (tvm.DataType(str(buffer.dtype)).bits, tvm.DataType(dtype).bits)
             offset = buffer.elem_offset * scale[0] // scale[1] if buffer.elem_offset is not None else None
-            self._views[cached] = T.decl_buffer(shape, dtype, data=buffer.data, elem_offset=offset)
+            view = T.decl_buffer(shape, dtype, data=buffer.data, elem_offset=offset)
+            self._views[cached] = named(key.rpartition("/")[2], view)
         return self._views[cached]
+
+    def scratch(self, name: str) -> Any:
+        """See `base.Environment`."""
+        return self.buffer(f"{Scratch.OWN}{name}")
 
     def flat(self, name: str) -> Any:
         """The buffer of `name` as [rows, columns]."""

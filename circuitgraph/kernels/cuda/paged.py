@@ -57,11 +57,11 @@ class PagedAttention:
             self.shared_stats = pool.alloc((self.warps, self.group, 2), "float32", align=16)
             self.part_stats = pool.alloc((self.group, 2), "float32", align=16)
             pool.commit()
-            self.row = hold(T.floordiv(at.block, self.kv_heads * parts), "int32")
-            self.kv_head = hold(T.floormod(T.floordiv(at.block, parts), self.kv_heads), "int32")
-            self.part = hold(T.floormod(at.block, parts), "int32")
+            self.row = hold(T.floordiv(at.block, self.kv_heads * parts), "int32", "row")
+            self.kv_head = hold(T.floormod(T.floordiv(at.block, parts), self.kv_heads), "int32", "kv_head")
+            self.part = hold(T.floormod(at.block, parts), "int32", "part")
             self.sequence, self.first, self.end = query.span(self.row)
-            tile, ahead, slot, found = (register("int32") for _ in range(4))
+            tile, ahead, slot, found = (register("int32", name=name) for name in ("tile", "ahead", "slot", "line"))
             first_tile = T.floordiv(self.first, TILE)
             last_tile = hold(T.floordiv(self.end + (TILE - 1), TILE), "int32")
             each = T.floordiv(T.max(last_tile - first_tile, T.int32(0)) + (parts - 1), parts)
@@ -124,7 +124,7 @@ class PagedAttention:
     # -- one tile ----------------------------------------------------------------------------------------------
 
     def _load_query(self) -> None:
-        self.q = register("uint32", self.dim // 8)
+        self.q = register("uint32", self.dim // 8, "q")
         for index in range(self.dim // 8):
             put(self.q, T.uint32(0), index)
         head_row = T.floordiv(self.at.lane, 4)
@@ -134,10 +134,10 @@ class PagedAttention:
                 do(T.ptx["ld.global.b32"](self.q[index], self.words.ptr_to([self.row, first + index * 4])))
 
     def _reset(self) -> None:
-        self.sums = register("float32", self.dim // 2)
-        self.scores = register("float32", 8)
-        self.largest, self.total = register("float32"), register("float32")
-        self.weights = register("uint32", 2)
+        self.sums = register("float32", self.dim // 2, "sums")
+        self.scores = register("float32", 8, "scores")
+        self.largest, self.total = register("float32", name="largest"), register("float32", name="total")
+        self.weights = register("uint32", 2, "weights")
         zeros(self.sums, self.dim // 2)
         put(self.largest, T.float32(LOWEST))
         put(self.total, T.float32(0))

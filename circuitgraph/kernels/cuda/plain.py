@@ -94,8 +94,8 @@ class Best:
     """The running best of one row, in a thread's registers. Ids arrive in rising order, or with `merge` in any."""
 
     def __init__(self) -> None:
-        self.best, self.total = register("float32"), register("float32")
-        self.index = register("int32")
+        self.best, self.total = register("float32", name="best"), register("float32", name="total")
+        self.index = register("int32", name="index")
         put(self.best, T.float32(LOWEST))
         put(self.total, T.float32(0))
         put(self.index, T.int32(NOTHING))

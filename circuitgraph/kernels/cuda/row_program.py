@@ -47,7 +47,7 @@ class Spread:
     def __init__(self, first: Any, step: int, most: int):
         whole = most // step
         self.first, self.step = first, step
-        self.columns = [hold(first + index * step, "int32") for index in range(whole)] if whole <= UNROLLED else []
+        self.columns = [hold(first + index * step, "int32", "column") for index in range(whole)] if whole <= UNROLLED else []
 
     def each(self, count: int, body: Callable[[Any], None]) -> None:
         """body(column) for all columns below `count`."""
@@ -325,9 +325,9 @@ class _Early:
             with evaluator.keeping(spread):
                 self.turns.append([node for node in alike if node.op == "rope" and evaluator.turns_early(node)])
         count = len(spread.columns)
-        self.weights = [register("float32", count) for _ in range(max(map(len, self.norms)) if count else 0)]
-        self.positions = [register("int32") for _ in range(max(map(len, self.turns)))]
-        self.angles = [(register("float32", count), register("float32", count)) for _ in self.positions]
+        self.weights = [register("float32", count, "norm_weight") for _ in range(max(map(len, self.norms)) if count else 0)]
+        self.positions = [register("int32", name="position") for _ in range(max(map(len, self.turns)))]
+        self.angles = [(register("float32", count, "cos"), register("float32", count, "sin")) for _ in self.positions]
 
     @property
     def worth_it(self) -> bool:
@@ -415,7 +415,7 @@ def _emit_heads(evaluator: Evaluator, sinks: Sequence[str], appends: Sequence[No
             T.And(T.And(place >= first, place < first + count), row < rows) for first, count in zip(firsts, counts, strict=True)
         ]
         slots = [_slot_of(evaluator, node) for node in appends]
-        slot = register("int32")
+        slot = register("int32", name="slot")
 
         def fetch(case: int) -> None:
             early.fetch(case)

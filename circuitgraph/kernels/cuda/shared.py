@@ -61,11 +61,11 @@ def refuse_top1(group: Group) -> str | None:
 
 def partial_scratch(parts: int, rows: int) -> tuple[Scratch, ...]:
     kinds = (("best", "f32"), ("index", "i32"), ("total", "f32"))
-    return tuple(Scratch(name, TensorType(dtype, (parts, rows))) for name, dtype in kinds)
+    return tuple(Scratch.own(name, TensorType(dtype, (parts, rows))) for name, dtype in kinds)
 
 
 def partials_of(env) -> Partials:
-    return Partials(*(env.buffer(name) for name in ("best", "index", "total")))
+    return Partials(*(env.scratch(name) for name in ("best", "index", "total")))
 
 
 def refuse_attend(plan: Plan, group: Group, parts: int) -> str | None:
@@ -87,7 +87,7 @@ def attend_facts(plan: Plan, group: Group) -> tuple[int, int, int, set[str]]:
 def attend_scratch(plan: Plan, group: Group, parts: int) -> tuple[Scratch, ...]:
     rows, heads, dim = (int(size) for size in plan.circuit.types[group.anchors[0].inputs[0]].shape)  # type: ignore[union-attr]
     shapes = (("sums", (rows, heads, parts, dim)), ("stats", (rows, heads, parts, 2)))
-    return tuple(Scratch(name, TensorType("f32", shape)) for name, shape in shapes)
+    return tuple(Scratch.own(name, TensorType("f32", shape)) for name, shape in shapes)
 
 
 def query_of(env, group: Group, parts: int, *, joined: bool = False) -> Query:
@@ -102,7 +102,7 @@ def query_of(env, group: Group, parts: int, *, joined: bool = False) -> Query:
         **{part: env.buffer(f"{state}.{part}") for part in ("table", "seq", "start", "length")},
         scale=float(node.attr["scale"]),
         parts=parts,
-        **({} if joined else {name: env.buffer(name) for name in ("sums", "stats")}),
+        **({} if joined else {name: env.scratch(name) for name in ("sums", "stats")}),
     )
 
 

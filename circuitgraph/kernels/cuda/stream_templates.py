@@ -123,7 +123,7 @@ class LinearStream(Kernel):
         if cut.k_parts == 1:
             return own
         columns = sum(int(plan.circuit.types[anchor.inputs[1]].shape[0]) for anchor in group.anchors)  # type: ignore[union-attr]
-        return (*own, Scratch("partial", TensorType("f32", (cut.k_parts * plan.rows, columns))))
+        return (*own, Scratch.own("partial", TensorType("f32", (cut.k_parts * plan.rows, columns))))
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
@@ -135,7 +135,7 @@ class LinearStream(Kernel):
         if stream.cut.k_parts == 1:
             stream.emit()
         else:
-            partial = env.buffer("partial")
+            partial = env.scratch("partial")
             stream.emit(partial=partial)
             emit_add_parts(env, stream.cut, projections, partial)
 

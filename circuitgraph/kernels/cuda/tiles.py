@@ -85,7 +85,7 @@ class Tiles:
         """Addresses of the chunks that this thread copies in every stage: one chunk column of every 32nd row."""
         tile, threads = self.tile, WARPS[0] * WARPS[1] * 32
         self.lines = (tile.rows + tile.weights) * 8 // threads
-        self.sources = register("uint64", self.lines)
+        self.sources = register("uint64", self.lines, "source")
         self.chunk = self.thread % 8
         for index in range(self.lines):
             line = index * (threads // 8) + T.floordiv(self.thread, 8)
@@ -122,7 +122,7 @@ class Tiles:
 
     def _multiply(self) -> None:
         stages, (m, n) = self.tile.stages, self.parts
-        self.sums = register("float32", m * n * 8)
+        self.sums = register("float32", m * n * 8, "sums")
         zeros(self.sums, m * n * 8)
         for stage in range(stages - 1):
             self._copy(T.int32(stage), stage)
@@ -142,7 +142,7 @@ class Tiles:
     def _step(self, slot: Any, step: int) -> None:
         """16 columns: fragments of x by 16 rows and of weights by 16, and their products."""
         (m, n), lane = self.parts, self.at.lane
-        x, w = register("uint32", m * 4), register("uint32", n * 4)
+        x, w = register("uint32", m * 4, "x"), register("uint32", n * 4, "weights")
         for i in range(m):
             line = self._row_start() + i * 16 + lane % 16
             self._load(x, i, slot, line, step * 2 + T.floordiv(lane, 16))
