@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,16 +44,31 @@ class History:
     def keep(self, rows: int) -> None:
         del self.positions[rows:]
 
+    def common(self, prefix: Sequence[int]) -> int:
+        """How many of the first tokens are those of `prefix`."""
+        pairs = zip(self.text, prefix, strict=False)
+        return next((at for at, (old, new) in enumerate(pairs) if old != new), min(len(self.text), len(prefix)))
+
+    def vouched(self, tokens: int) -> int:
+        """Rows that the first `tokens` tokens vouch for: those of these tokens, whose hiddens saw nothing else."""
+        return bisect_left(self.positions, min(tokens, len(self.text)))
+
+    def digest(self) -> str:
+        text = hashlib.sha256(self.text.tobytes()).digest()
+        return hashlib.sha256(text + self.positions.tobytes()).hexdigest()
+
 
 @dataclass
 class Unsettled:
     """A device-form propose whose accepted drafts the host does not know yet.
 
-    count: drafts asked for. caught_up: the window (first, size) of tokens whose rows the device-form catch-up could write,
-    counted from the propose's own token; None before it.
+    count: drafts asked for. position: of its own token; None: the one after all that came before.
+    caught_up: the window (first, size) of tokens whose rows the device-form catch-up could write, counted from the
+    propose's own token; None before it.
     """
 
     count: int
+    position: int | None = None
     caught_up: tuple[int, int] | None = None
 
 
@@ -61,9 +78,10 @@ class MtpProposerState(ProposerState):
 
     owner: the proposer that made it. lease: its KV blocks, in row order; closed when freed. history: what its rows are of.
     last_drafts: of the last propose, cleared by `after_verify`; the newest len(last_drafts) rows are theirs.
-    pending_catchup: rows that are missing since the last verify; 0 when the rows are complete.
     next_token: position of the token that is proposed or handed over next, if none is left out.
+    proposed_at: position of the last propose's own token, until `after_verify`.
     unsettled: device-form proposes since the host last knew the rows, oldest first; `history` is as before them.
+    cell: where the device keeps its own count of the rows, once a device-form call was made.
     """
 
     owner: Any
@@ -71,9 +89,10 @@ class MtpProposerState(ProposerState):
     history: History = field(default_factory=History)
     last_drafts: list[int] = field(default_factory=list)
     last_confidence: float | None = None
-    pending_catchup: int = 0
     next_token: int = 1
+    proposed_at: int | None = None
     unsettled: deque[Unsettled] = field(default_factory=deque)
+    cell: int | None = None
     freed: bool = False
 
     @property
@@ -92,6 +111,11 @@ class MtpProposerState(ProposerState):
         return self.history.positions[-1] + 1 if self.history.positions else 1
 
     @property
+    def pending_catchup(self) -> int:
+        """Rows that are missing before the one of the next token: of the newest token and its accepted drafts."""
+        return max(self.next_token - self.next_position, 0)
+
+    @property
     def last_num_drafted(self) -> int:
         return len(self.last_drafts)
 
@@ -103,5 +127,6 @@ class MtpProposerState(ProposerState):
     def clear(self) -> None:
         """As freshly allocated, the lease apart."""
         self.history = History()
-        self.last_drafts, self.last_confidence, self.pending_catchup, self.next_token = [], None, 0, 1
+        self.last_drafts, self.last_confidence = [], None
+        self.next_token, self.proposed_at = 1, None
         self.unsettled.clear()

@@ -26,11 +26,6 @@ TRIM: dict[str, Callable[[Count, Count], Count]] = {
 """Policy to (drafted, accepted) -> rows kept of the `drafted` rows, 0 <= accepted <= drafted."""
 
 
-def rows_missing(drafted: int, accepted: int, kept: int) -> int:
-    """Rows that the accepted tokens should have and, `kept` rows staying, do not: of the newest token and its accepted drafts."""
-    return accepted + 1 - kept if drafted else 0
-
-
 def _smaller(left: Count, right: Count) -> Count:
     if isinstance(left, torch.Tensor):
         return torch.minimum(left, right) if isinstance(right, torch.Tensor) else left.clamp(max=right)
