@@ -74,10 +74,8 @@ class DeviceForm:
         index, cells = self._gather(states)
         table = batch.table(states)
         placed = batch.runner.place_accepted(cells, accepted, table, first=first, columns=columns, **self._geometry())
-        caches = batch.caches(
-            states, [row for row in range(n) for _ in range(columns)], [0] * (n * columns), placed.slot.flatten()
-        )
-        caches = {name: _with(cache, length=placed.length.flatten(), table=table) for name, cache in caches.items()}
+        seq = [row for row in range(n) for _ in range(columns)]
+        caches = batch.caches(states, seq, placed.length.flatten(), placed.slot.flatten(), table=table)
         token = (tokens * placed.live).flatten()
         batch.runner.context(token, hiddens.flatten(0, 1), placed.position.flatten(), caches)
         self._cells[index] = placed.cells
