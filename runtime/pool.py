@@ -123,6 +123,11 @@ class BlockPool:
         """Blocks that `rows` rows of one sequence take."""
         return -(-rows // self.block_size)
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that a token of a sequence takes, whole blocks apart: it has one row."""
+        return self.bytes_per_row
+
     def bytes_for(self, tokens: int) -> int:
         """Bytes that one sequence of `tokens` tokens takes, rounded up to whole blocks."""
         return self.blocks_for(tokens) * self.bytes_per_block
@@ -202,7 +207,7 @@ class BlockPool:
         if lease in self._leases:
             self.shrink(lease, 0)
             self._leases.remove(lease)
-            self._promised -= lease.promised
+            self._promised -= lease.outstanding
 
     def _set_blocks(self, lease: Lease, blocks: list[int]) -> None:
         before = lease.outstanding
@@ -217,9 +222,15 @@ class BlockPool:
     # -- loans -------------------------------------------------------------------------------------------------
 
     def lend(self, lease: Lease) -> list[int]:
-        """Move the lease's blocks out of it, into the caller's hands (a conversation between two turns)."""
+        """Move the lease's blocks out of it, into the caller's hands (a conversation between two turns).
+
+        What the lease was promised shrinks by as many blocks: nobody else's free blocks can stand in for them.
+        """
         blocks = self._own(lease).blocks
-        self._set_blocks(lease, [])
+        before = lease.outstanding
+        lease.promised -= min(len(blocks), lease.promised)
+        lease.blocks = []
+        self._promised += lease.outstanding - before
         self._loaned.update(blocks)
         return blocks
 
