@@ -34,7 +34,7 @@ _IDLE = {"slot": -1, "seq": 0, "length": 0}
 """How an idle row is addressed: it writes nowhere, and sees nothing of sequence 0."""
 MASKED = "draft_masked"
 """The entry that drafts under a grammar's mask, and the prefix of its outputs' names: else they are as `draft`'s."""
-_MASKED_OUTPUT = "masked_"
+MASKED_OUTPUT = "masked_"
 
 
 class CompiledRunner(DraftRunner):
@@ -333,7 +333,7 @@ class _Program:
         if views is None:
             cut = lambda tensors: {name: (tensor[:count], tensor[count:]) for name, tensor in tensors.items()}  # noqa: E731
             addressing = {state: cut(parts) for state, parts in self.addressing.items()}
-            outputs = {name.removeprefix(_MASKED_OUTPUT): tensor[:count] for name, tensor in self.made.items()}
+            outputs = {name.removeprefix(MASKED_OUTPUT): tensor[:count] for name, tensor in self.made.items()}
             views = self._views[count] = _Views(cut(self.inputs), addressing, outputs)
         return views
 

@@ -19,7 +19,7 @@ from circuitgraph.artifact import Manifest
 from circuitgraph.errors import ArtifactError, Fault, RuntimeUseError
 from circuitgraph.ops import TORCH_DTYPES
 
-from .compiled import CHAIN_FUNCTIONS, CompiledRunner, _Program
+from .compiled import CHAIN_FUNCTIONS, MASKED, MASKED_OUTPUT, CompiledRunner, _Program
 from .runner import Caches, DraftChain, DraftStep, _kind, no_autograd
 
 MOST_GRAPHS = 64
@@ -102,8 +102,17 @@ class CudaRunner(CompiledRunner):
                 return super().draft(token, hidden, position, self._on_device(kv))
         self._check_rows(token, hidden, position, kv)
         slots = next(iter(kv.values())).slot[None]
-        chain = self._replay(1, token, hidden, position, kv, slots, stops=False)
-        return DraftStep(chain.drafts[:, 0], chain.logprobs[:, 0], chain.next_hidden)
+        return _only_step(self._replay(1, token, hidden, position, kv, slots, stops=False))
+
+    @no_autograd()
+    def draft_masked(self, token, hidden, position, kv, allowed) -> DraftStep:
+        if torch.cuda.is_current_stream_capturing() or len(kv) > 1:
+            with self._stream():
+                return super().draft_masked(token, hidden, position, self._on_device(kv), allowed)
+        n = self._check_rows(token, hidden, position, kv)
+        self._check_allowed(allowed, n)
+        slots = next(iter(kv.values())).slot[None]
+        return _only_step(self._replay(1, token, hidden, position, kv, slots, stops=False, allowed=allowed))
 
     @no_autograd()
     def logits(self, token, hidden, position, kv) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,26 +125,30 @@ class CudaRunner(CompiledRunner):
             super().context(token, hidden, position, self._on_device(kv))
 
     @no_autograd()
-    def chain(self, steps, token, hidden, position, kv, slots) -> DraftChain:
+    def chain(self, steps, token, hidden, position, kv, slots, *, allowed=None) -> DraftChain:
         n = self._check_rows(token, hidden, position, kv)
+        self._check_allowed(allowed, n)
         self._check_chain(steps, n, position, slots, kv)
         if torch.cuda.is_current_stream_capturing():
             with self._stream():
-                return super().chain(steps, token, hidden, position, self._on_device(kv), slots)
-        return self._replay(steps, token, hidden, position, kv, slots, stops=True)
+                return super().chain(steps, token, hidden, position, self._on_device(kv), slots, allowed=allowed)
+        return self._replay(steps, token, hidden, position, kv, slots, stops=True, allowed=allowed)
 
     @no_autograd()
-    def chain_lists(self, steps, token, hidden, position, kv, slots) -> tuple[list[list[int]], list[list[float]]]:
+    def chain_lists(
+        self, steps, token, hidden, position, kv, slots, *, allowed=None
+    ) -> tuple[list[list[int]], list[list[float]]]:
         n = token.shape[0]
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeUseError(Fault("results cannot be read while a graph is captured", where=self.circuit.name))
-        self._count("draft", n)
+        entry = "draft" if allowed is None else MASKED
+        self._count(entry, n)
         drafts: list[list[int]] = []
         logprobs: list[list[float]] = []
         with torch.cuda.device(self.device):
-            for program, first, count in self._parts("draft", n):
+            for program, first, count in self._parts(entry, n):
                 graph = self._graph(program, steps, kv, stops=True)
-                graph.run(first, count, token, hidden, position, kv, slots)
+                graph.run(first, count, token, hidden, position, kv, slots, allowed)
                 ids, scores = graph.read(count)
                 drafts += ids
                 logprobs += scores
@@ -156,14 +169,14 @@ class CudaRunner(CompiledRunner):
             for name, cache in kv.items()
         }
 
-    def _replay(self, steps, token, hidden, position, kv, slots, *, stops: bool) -> DraftChain:
-        n = token.shape[0]
-        self._count("draft", n)
+    def _replay(self, steps, token, hidden, position, kv, slots, *, stops: bool, allowed=None) -> DraftChain:
+        n, entry = token.shape[0], "draft" if allowed is None else MASKED
+        self._count(entry, n)
         made = []
         with torch.cuda.device(self.device):
-            for program, first, count in self._parts("draft", n):
+            for program, first, count in self._parts(entry, n):
                 graph = self._graph(program, steps, kv, stops)
-                graph.run(first, count, token, hidden, position, kv, slots)
+                graph.run(first, count, token, hidden, position, kv, slots, allowed)
                 made.append(graph.results(count))
         if len(made) == 1:
             return made[0]
@@ -215,6 +228,10 @@ class _Chain:
         self.result = torch.zeros(2, steps, n, dtype=torch.int32, device=device)
         self.drafts, self.logprobs = self.result[0], self.result[1].view(torch.float32)
         self.pinned_result = torch.zeros(2, steps, n, dtype=torch.int32, pin_memory=True)
+        # A grammar's mask is too large for the packed copy.
+        masked = program.spec.entry == MASKED
+        self.allowed = torch.zeros(n, runner.mask_words or 0, dtype=torch.int32, device=device) if masked else None
+        self.prefix = MASKED_OUTPUT if masked else ""
         self.hiddens = [torch.zeros_like(self.hidden) for _ in range(steps)]
         self.views: dict[tuple[bool, str, torch.Size], torch.Tensor] = {}
         self.storage = {f"{name}.{part}": getattr(cache, part) for name, cache in kv.items() for part in ("k", "v")}
@@ -232,10 +249,12 @@ class _Chain:
             ("input", "token"): self.drafts[step - 1] if step else self.ints["token"],
             ("input", "hidden"): self.hiddens[step - 1] if step else self.hidden,
             ("input", "position"): self.ints["positions"][step],
-            ("output", "draft"): self.drafts[step],
-            ("output", "logprob"): self.logprobs[step],
+            ("output", f"{self.prefix}draft"): self.drafts[step],
+            ("output", f"{self.prefix}logprob"): self.logprobs[step],
             ("output", "next_hidden"): self.hiddens[step],
         }
+        if self.allowed is not None:
+            given["input", "allowed"] = self.allowed
         given |= {("state", name): tensor for name, tensor in self.storage.items()}
         for name in self.states:
             given |= {("state", f"{name}.{part}"): self.ints[f"{name}.{part}"] for part in ("seq", "start", "table")}
@@ -247,7 +266,7 @@ class _Chain:
                 arguments[index] = tvm_ffi.from_dlpack(given[arg.role, arg.name])
         return arguments
 
-    def run(self, first: int, count: int, token, hidden, position, kv: Caches, slots) -> None:
+    def run(self, first: int, count: int, token, hidden, position, kv: Caches, slots, allowed=None) -> None:
         """Stage and launch; results stay here until the next run."""
         sources = self._sources(first, count, token, position, kv, slots)
         formed, masked = all(source.device.type == "cpu" for source in sources.values()), self.stops
@@ -256,6 +275,8 @@ class _Chain:
         else:
             self._stage_mixed(count, sources)
         self.hidden[:count].copy_(hidden[first : first + count])
+        if self.allowed is not None:
+            self.allowed[:count].copy_(allowed[first : first + count])
         self._replay(formed=formed, masked=masked)
 
     def _sources(self, first: int, count: int, token, position, kv: Caches, slots) -> dict[str, torch.Tensor]:
@@ -350,6 +371,10 @@ class _Chain:
         torch.cuda.current_stream().synchronize()
         drafts, logprobs = self.pinned_result[:, :, :count].transpose(1, 2).unbind()
         return drafts.tolist(), logprobs.view(torch.float32).tolist()
+
+
+def _only_step(chain: DraftChain) -> DraftStep:
+    return DraftStep(chain.drafts[:, 0], chain.logprobs[:, 0], chain.next_hidden)
 
 
 def _converted(*arguments: torch.Tensor | bool) -> list[Any]:

@@ -11,7 +11,7 @@ from ...circuit.types import StateType, TensorType
 from ...plan.ir import VIEWS, Group, Plan, Scratch
 from .attention import Query
 from .epilogue import meeting
-from .plain import ROWS, Partials
+from .plain import ROWS, Logits, Partials
 from .row_program import Evaluator, Place, emit_rows, for_each, refuse_rows, sinks_of
 from .values import hold, load, store
 
@@ -56,7 +56,16 @@ def refuse_meeting(group: Group) -> str | None:
 
 def refuse_top1(group: Group) -> str | None:
     shape = [node.op for node in (*group.anchors, *group.epilogue)]
-    return None if shape == ["linear", "top1"] else f"expected linear and top1, got {shape}"
+    fits = shape in (["linear", "top1"], ["linear", "masked_top1"])
+    return None if fits else f"expected linear and top1 or masked_top1, got {shape}"
+
+
+def logits_of(env, group: Group) -> Logits:
+    (linear,), (top1,) = group.anchors, group.epilogue
+    return Logits(
+        bias=env.buffer(linear.inputs[2]) if len(linear.inputs) == 3 else None,
+        allowed=env.buffer(top1.inputs[1]) if top1.op == "masked_top1" else None,
+    )
 
 
 def partial_scratch(parts: int, rows: int) -> tuple[Scratch, ...]:

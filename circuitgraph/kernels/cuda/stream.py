@@ -18,7 +18,7 @@ from typing import Any
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
-from .plain import Best, Partials, Projection
+from .plain import Best, Logits, Partials, Projection
 from .values import do, hold, load, put, register, store, wide, zeros
 
 STEP = 32
@@ -118,7 +118,7 @@ class Stream:
         self.tiles = first
         self.blocks = env.processors // cut.k_parts * cut.k_parts
 
-    def emit(self, *, partial: Any = None, best: Partials | None = None, bias: Any = None) -> None:
+    def emit(self, *, partial: Any = None, best: Partials | None = None, logits: Logits | None = None) -> None:
         """partial: [k_parts * rows, all columns] fp32, where the sums go instead of to the projections' `finish`."""
         cut = self.cut
         with self.env.kernel(self.blocks, cut.warps, early=True) as at:
@@ -155,7 +155,7 @@ class Stream:
                         sums = self._sums()
                         if inverse is not None:
                             sums = [hold(total * inverse) for total in sums]
-                        self._finish(tile[0], group, sums, partial, state, bias)
+                        self._finish(tile[0], group, sums, partial, state, logits)
                     put(turn, T.bitwise_xor(turn[0], 1))
                 for half in range(2):
                     put(here, ahead[half], half)
@@ -241,7 +241,7 @@ class Stream:
             results.append(total[0])
         return results
 
-    def _finish(self, tile: Any, group: int, sums: list[Any], partial: Any, state: Best | None, bias: Any) -> None:
+    def _finish(self, tile: Any, group: int, sums: list[Any], partial: Any, state: Best | None, logits: Any) -> None:
         row = hold(T.floordiv(self.thread, self.width), "int32")
         before = 0
         for segment in self.segments:
@@ -252,8 +252,7 @@ class Stream:
                 columns = segment.projection.columns
                 with T.If(column < columns), T.Then():
                     if state is not None:
-                        logit = sums[0] if bias is None else hold(sums[0] + load(bias, [column], constant=True))
-                        state.absorb(logit, column)
+                        logits.take(state, row, column, sums[0])
                     elif partial is not None:
                         for matrix, total in enumerate(sums):
                             place = before + matrix * columns + column

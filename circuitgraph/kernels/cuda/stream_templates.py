@@ -14,6 +14,7 @@ from .plain import Projection, emit_top1_final
 from .row_program import Evaluator, Place, for_each, sinks_of
 from .shared import (
     emit_prologue,
+    logits_of,
     partial_scratch,
     partials_of,
     prologue_scratch,
@@ -163,8 +164,7 @@ class Top1Stream(Kernel):
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
         (linear,), (top1,) = group.anchors, group.epilogue
-        bias = env.buffer(linear.inputs[2]) if len(linear.inputs) == 3 else None
         stream = stream_of(env, group, params, [Projection((env.words(linear.inputs[1]),), lambda *_: None)])
         partials = partials_of(env)
-        stream.emit(best=partials, bias=bias)
+        stream.emit(best=partials, logits=logits_of(env, group))
         emit_top1_final(env, partials, *(env.buffer(value.name) for value in top1.outputs))

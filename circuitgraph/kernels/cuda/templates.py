@@ -19,6 +19,7 @@ from .shared import (
     attend_scratch,
     emit_copy,
     emit_prologue,
+    logits_of,
     partial_scratch,
     partials_of,
     prologue_scratch,
@@ -124,9 +125,8 @@ class Top1Plain(Kernel):
     def emit(env, group: Group, params: Any) -> None:
         emit_prologue(env, group, params.warps)
         (linear,), (top1,) = group.anchors, group.epilogue
-        bias = env.buffer(linear.inputs[2]) if len(linear.inputs) == 3 else None
         partials = partials_of(env)
-        emit_plain_top1(env, env.flat(linear.inputs[0]), env.buffer(linear.inputs[1]), bias, partials)
+        emit_plain_top1(env, env.flat(linear.inputs[0]), env.buffer(linear.inputs[1]), logits_of(env, group), partials)
         emit_top1_final(env, partials, *(env.buffer(value.name) for value in top1.outputs))
 
 
