@@ -35,7 +35,8 @@ def situation(runner: CompiledRunner, entry: str, rows: int, seed: int, *, conte
 def reference(runner: CompiledRunner, case: Case, entry: str) -> tuple[dict[str, torch.Tensor], dict]:
     """(outputs, caches) of the interpreter in the circuit's own dtypes; drafting entries with all logits."""
     caches = case.copy_caches()
-    outputs = () if entry == "context" else ("draft", "logprob", "next_hidden", "logits")
+    prefix = "masked_" if entry == "draft_masked" else ""
+    outputs = () if entry == "context" else (f"{prefix}draft", f"{prefix}logprob", "next_hidden", "logits")
     with torch.no_grad():
         made = interpret(
             runner.circuit,
@@ -44,7 +45,7 @@ def reference(runner: CompiledRunner, case: Case, entry: str) -> tuple[dict[str,
             states=caches,
             **({"entry": entry} if entry == "context" else {"outputs": outputs}),
         )
-    return made, caches
+    return {name.removeprefix(prefix): value for name, value in made.items()}, caches
 
 
 def run(runner: CompiledRunner, case: Case, entry: str) -> tuple[dict[str, torch.Tensor], dict]:
@@ -57,6 +58,8 @@ def run(runner: CompiledRunner, case: Case, entry: str) -> tuple[dict[str, torch
     if entry == "logits":
         logits, hidden = runner.logits(*arguments)
         return {"logits": logits, "next_hidden": hidden}, caches
+    if entry == "draft_masked":
+        return runner.draft_masked(*arguments, case.inputs["allowed"])._asdict(), caches
     return runner.draft(*arguments)._asdict(), caches
 
 
