@@ -11,7 +11,7 @@ from circuitgraph.ops import PagedKV
 
 from .pool import BlockPool
 from .proposer import Hiddens
-from .runner import DraftChain, DraftRunner
+from .runner import ChainRows, DraftChain, DraftRunner
 from .state import MtpProposerState
 
 KEPT_VIEWS = 64
@@ -49,7 +49,7 @@ class Batch:
 
     def __init__(self, runner: DraftRunner, pool: BlockPool):
         self.runner, self.pool = runner, pool
-        columns = [Column(runner.device) for _ in range(7)]
+        columns = [Column(runner.integers_on) for _ in range(7)]
         self.token, self.position, self.seq, self.length, self.slot, self.start, self.block = columns
 
     def chain(
@@ -66,13 +66,33 @@ class Batch:
         """counts[i] drafts for states[i], whose rows have blocks already; `ahead` rows of this propose are written."""
         steps = max(counts)
         first = [state.rows + ahead for state in states]
-        rows = [list(self.pool.slots(s.lease, row, count)) for s, row, count in zip(states, first, counts, strict=True)]
+        rows = [self.pool.slots(s.lease, row, count) for s, row, count in zip(states, first, counts, strict=True)]
         written = [row[step] if step < len(row) else -1 for step in range(steps) for row in rows]
         slots = self.slot.fill(written).view(steps, len(states))
         caches = self.caches(states, range(len(states)), [row + 1 for row in first], slots[0])
         token, position = self.token.fill(tokens), self.position.fill(positions)
         masked = {} if allowed is None else {"allowed": allowed}
         return self.runner.chain(steps, token, stacked([hiddens]), position, caches, slots, **masked)
+
+    def chain_lists(
+        self,
+        tokens: Sequence[int],
+        hiddens: Hiddens,
+        positions: Sequence[int],
+        states: Sequence[MtpProposerState],
+        counts: Sequence[int],
+        *,
+        allowed: torch.Tensor | None = None,
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """As `chain`: (drafts, logprobs), one list a row, of which the first counts[i] mean something."""
+        before = [len(state.history.positions) for state in states]
+        slots = [self.pool.slots(s.lease, row, count) for s, row, count in zip(states, before, counts, strict=True)]
+        rows = ChainRows(tokens, positions, before, slots, [state.lease for state in states])
+        made = self.runner.chain_packed(max(counts), rows, stacked([hiddens]), self.pool.storage, allowed)
+        if made is not None:
+            return made
+        chain = self.chain(tokens, hiddens, positions, states, counts, allowed=allowed)
+        return chain.drafts.tolist(), chain.logprobs.tolist()
 
     def context(
         self,

@@ -8,8 +8,9 @@ integers on the device the graph has a kernel at its start that forms those.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from circuitgraph.errors import ArtifactError, Fault, RuntimeUseError
 from circuitgraph.ops import TORCH_DTYPES
 
 from .compiled import CHAIN_FUNCTIONS, MASKED, MASKED_OUTPUT, CompiledRunner, _Program
-from .runner import Caches, DraftChain, DraftStep, _kind, no_autograd
+from .runner import Blocks, Caches, ChainRows, DraftChain, DraftStep, _kind, no_autograd
 
 MOST_GRAPHS = 64
 """Graphs kept per runner; beyond that the one that was used longest ago is dropped."""
@@ -134,21 +135,27 @@ class CudaRunner(CompiledRunner):
                 return super().chain(steps, token, hidden, position, self._on_device(kv), slots, allowed=allowed)
         return self._replay(steps, token, hidden, position, kv, slots, stops=True, allowed=allowed)
 
-    @no_autograd()
-    def chain_lists(
-        self, steps, token, hidden, position, kv, slots, *, allowed=None
+    def chain_packed(
+        self,
+        steps: int,
+        rows: ChainRows,
+        hidden: torch.Tensor,
+        storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        allowed: torch.Tensor | None = None,
     ) -> tuple[list[list[int]], list[list[float]]]:
-        n = token.shape[0]
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeUseError(Fault("results cannot be read while a graph is captured", where=self.circuit.name))
-        entry = "draft" if allowed is None else MASKED
+            raise RuntimeUseError(Fault("drafts cannot be read while a graph is captured", where=self.circuit.name))
+        entry, n = "draft" if allowed is None else MASKED, len(rows.tokens)
         self._count(entry, n)
         drafts: list[list[int]] = []
         logprobs: list[list[float]] = []
+        width = _bucket(max(len(blocks.blocks) for blocks in rows.blocks))
         with torch.cuda.device(self.device):
             for program, first, count in self._parts(entry, n):
-                graph = self._graph(program, steps, kv, stops=True)
-                graph.run(first, count, token, hidden, position, kv, slots, allowed)
+                sizes = dict.fromkeys(storage, (_bucket(program.rows), width))
+                graph = self._graph(program, steps, storage, sizes, stops=True)
+                part = rows if count == n else ChainRows(*(items[first : first + count] for items in rows))
+                graph.run_packed(part, hidden[first : first + count], None if allowed is None else allowed[first : first + count])
                 ids, scores = graph.read(count)
                 drafts += ids
                 logprobs += scores
@@ -173,23 +180,31 @@ class CudaRunner(CompiledRunner):
         n, entry = token.shape[0], "draft" if allowed is None else MASKED
         self._count(entry, n)
         made = []
+        # Tables are staged at sizes that are powers of two: a growing context changes them seldom.
+        sizes = {name: (_bucket(cache.table.shape[0]), _bucket(cache.table.shape[1])) for name, cache in kv.items()}
+        storage = {name: (cache.k, cache.v) for name, cache in kv.items()}
         with torch.cuda.device(self.device):
             for program, first, count in self._parts(entry, n):
-                graph = self._graph(program, steps, kv, stops)
+                graph = self._graph(program, steps, storage, sizes, stops)
                 graph.run(first, count, token, hidden, position, kv, slots, allowed)
                 made.append(graph.results(count))
         if len(made) == 1:
             return made[0]
         return DraftChain(*(torch.cat(parts) for parts in zip(*made, strict=True)))
 
-    def _graph(self, program: _Program, steps: int, kv: Caches, stops: bool) -> _Chain:
-        # Tables are staged at sizes that are powers of two: a growing context changes them seldom.
-        sizes = {name: (_bucket(cache.table.shape[0]), _bucket(cache.table.shape[1])) for name, cache in kv.items()}
-        storage = tuple((cache.k.data_ptr(), cache.v.data_ptr(), tuple(cache.k.shape)) for cache in kv.values())
-        key = (program.spec.symbol, steps, stops, tuple(sizes.values()), storage)
+    def _graph(
+        self,
+        program: _Program,
+        steps: int,
+        storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        sizes: dict[str, tuple[int, int]],
+        stops: bool,
+    ) -> _Chain:
+        places = tuple((k.data_ptr(), v.data_ptr(), k.shape) for k, v in storage.values())
+        key = (program.spec.symbol, steps, stops, tuple(sizes.values()), places)
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = _Chain(self, program, steps, kv, sizes, stops)
+            graph = self._graphs[key] = _Chain(self, program, steps, storage, sizes, stops)
             if len(self._graphs) > MOST_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
@@ -204,23 +219,30 @@ class _Chain:
     """
 
     def __init__(
-        self, runner: CudaRunner, program: _Program, steps: int, kv: Caches, sizes: dict[str, tuple[int, int]], stops: bool
+        self,
+        runner: CudaRunner,
+        program: _Program,
+        steps: int,
+        storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        sizes: dict[str, tuple[int, int]],
+        stops: bool,
     ):
         self.runner, self.program, self.steps, self.stops = runner, program, steps, stops
         n, device = program.rows, runner.device
-        # `positions` and `lengths` are what the steps read; `position` and `length` what a kernel forms them from.
-        shapes: dict[str, tuple[int, ...]] = {"token": (n,), "slots": (steps, n), "positions": (steps, n), "position": (n,)}
+        # First what changes with every step of decoding, then what rarely does, then what only a kernel at the start reads
+        # to form `positions` and `lengths`.
+        shapes: dict[str, tuple[int, ...]] = {"token": (n,), "slots": (steps, n), "positions": (steps, n)}
+        shapes |= {f"{name}.lengths": (steps, n) for name in sizes}
+        self.often = sum(torch.Size(shape).numel() for shape in shapes.values())
         for name, (sequences, width) in sizes.items():
-            shapes |= {
-                f"{name}.seq": (n,),
-                f"{name}.lengths": (steps, n),
-                f"{name}.length": (n,),
-                f"{name}.start": (sequences,),
-                f"{name}.table": (sequences, width),
-            }
+            shapes |= {f"{name}.table": (sequences, width), f"{name}.seq": (n,), f"{name}.start": (sequences,)}
+        shapes |= {"position": (n,)} | {f"{name}.length": (n,) for name in sizes}
         self.states = list(sizes)
         self.ints, self.packed = _packed(shapes, device)
         self.host, self.pinned = _packed(shapes, torch.device("cpu"))
+        self.cells = (ctypes.c_int32 * self.pinned.numel()).from_address(self.pinned.data_ptr())
+        self.tables: list[int] | None = None
+        """Versions of the blocks that the staged tables are copies of; None when other calls have written there."""
         self.ramp = torch.arange(steps, dtype=torch.int32)[:, None]
         self.copied = torch.cuda.Event()
         self.hidden = torch.zeros(n, runner.hidden_size, dtype=TORCH_DTYPES[runner.circuit.act], device=device)
@@ -234,7 +256,7 @@ class _Chain:
         self.prefix = MASKED_OUTPUT if masked else ""
         self.hiddens = [torch.zeros_like(self.hidden) for _ in range(steps)]
         self.views: dict[tuple[bool, str, torch.Size], torch.Tensor] = {}
-        self.storage = {f"{name}.{part}": getattr(cache, part) for name, cache in kv.items() for part in ("k", "v")}
+        self.storage = {f"{name}.{part}": item for name, pair in storage.items() for part, item in zip("kv", pair, strict=True)}
         self.calls = [self._arguments(step) for step in range(steps)]
         slots = self.ints["slots"]
         self.begins = [
@@ -279,6 +301,50 @@ class _Chain:
             self.allowed[:count].copy_(allowed[first : first + count])
         self._replay(formed=formed, masked=masked)
 
+    def run_packed(self, rows: ChainRows, hidden: torch.Tensor, allowed: torch.Tensor | None) -> None:
+        """As `run`, of plain integers: they go straight into the page-locked memory."""
+        n, count = self.program.rows, len(rows.tokens)
+        idle = [0] * (n - count)
+        ends = [len(slots) for slots in rows.slots]
+        tokens, slots, positions, lengths = [*rows.tokens, *idle], [], [], []
+        if min(ends) >= self.steps:
+            for step in range(self.steps):
+                slots += [written[step] for written in rows.slots] + [-1] * (n - count)
+                positions += [position + step for position in rows.positions] + idle
+                lengths += [before + step + 1 for before in rows.before] + idle
+        else:
+            for step in range(self.steps):
+                live = [step < end for end in ends]
+                slots += [written[step] if on else -1 for written, on in zip(rows.slots, live, strict=True)] + [-1] * (n - count)
+                positions += [position + step if on else 0 for position, on in zip(rows.positions, live, strict=True)] + idle
+                lengths += [before + step + 1 if on else 0 for before, on in zip(rows.before, live, strict=True)] + idle
+        self.copied.synchronize()
+        self.cells[: self.often] = tokens + slots + positions + lengths * len(self.states)
+        self._stage_tables(rows.blocks)
+        self._send()
+        self.hidden[:count].copy_(hidden)
+        if self.allowed is not None:
+            self.allowed[:count].copy_(allowed)
+        self._replay(formed=True, masked=False)
+
+    def _stage_tables(self, blocks: Sequence[Blocks]) -> None:
+        """Tables whose blocks have changed since they were copied."""
+        versions = [item.version for item in blocks]
+        if self.tables is None:
+            for name in self.states:
+                self.host[f"{name}.seq"].copy_(torch.arange(self.program.rows, dtype=torch.int32))
+                self.host[f"{name}.start"].zero_()
+            self.tables = [-1] * self.program.rows
+        if self.tables[: len(versions)] == versions:
+            return
+        for name in self.states:
+            table = self.host[f"{name}.table"]
+            first, width = (table.data_ptr() - self.pinned.data_ptr()) // 4, table.shape[1]
+            for row, item in enumerate(blocks):
+                if self.tables[row] != versions[row]:
+                    self.cells[first + row * width : first + row * width + len(item.blocks)] = item.blocks
+        self.tables[: len(versions)] = versions
+
     def _sources(self, first: int, count: int, token, position, kv: Caches, slots) -> dict[str, torch.Tensor]:
         last = first + count
         sources = {"token": token[first:last], "position": position[first:last], "slots": slots[:, first:last]}
@@ -318,6 +384,7 @@ class _Chain:
     def _clear(self, count: int) -> None:
         """Rows without work write nowhere and see nothing."""
         self.copied.synchronize()  # the copy before has left this memory
+        self.tables = None
         if count < self.program.rows:
             self.pinned.zero_()
             self.host["slots"].fill_(-1)

@@ -11,6 +11,7 @@ import torch
 from .batch import Batch
 from .grammar import Grammars
 from .proposer import Hiddens
+from .runner import DraftChain
 from .state import DEFERRED, MtpProposerState
 
 
@@ -52,27 +53,36 @@ def run(batch: Batch, call: Call) -> Drafted:
 
 def _in_one_chain(batch: Batch, call: Call) -> Drafted:
     allowed = call.grammars.fill(call.rows) if call.grammars else None
-    chain = batch.chain(call.tokens, call.hiddens, call.positions, call.states, call.counts, allowed=allowed)
-    unread = call.embed_target is not None
-    most = max(call.counts) - unread
+    rows = (call.tokens, call.hiddens, call.positions, call.states, call.counts)
+    if call.embed_target is not None:
+        return _all_but_the_last(batch, call, batch.chain(*rows, allowed=allowed))
+    made = Drafted(*batch.chain_lists(*rows, allowed=allowed))
+    _cut_all(call, made, 0)
+    return made
+
+
+def _all_but_the_last(batch: Batch, call: Call, chain: DraftChain) -> Drafted:
+    most = call.counts[0] - 1
     if not most:  # a single deferred draft: the host waits for nothing
         return _defer(batch, call, Drafted([[]], [[]]), chain.drafts[0, :1])
-    # The chain's one readback.
     made = Drafted(chain.drafts[:, :most].tolist(), chain.logprobs[:, :most].tolist())
+    _cut_all(call, made, 1)
+    if len(made.ids[0]) == most and made.ids[0][-1] not in call.stop_ids:
+        return _defer(batch, call, made, chain.drafts[0, most : most + 1])
+    _embed_last(batch, call, made)
+    return made
+
+
+def _cut_all(call: Call, made: Drafted, unread: int) -> None:
+    """Every row's own drafts, as far as something was allowed, up to and with the first stop id."""
     for place, (row, count) in enumerate(zip(call.rows, call.counts, strict=True)):
-        ids, scores = made.ids[place][: count - unread], made.scores[place][: count - unread]
+        ids, scores = made.ids[place], made.scores[place]
+        if len(ids) != count - unread:
+            ids, scores = ids[: count - unread], scores[: count - unread]
         if call.grammars and call.grammars.masked(row) and -math.inf in scores:  # nothing was allowed there
             ends = scores.index(-math.inf)
             ids, scores = ids[:ends], scores[:ends]
         made.ids[place], made.scores[place] = _cut(ids, scores, call.stop_ids)
-    if not unread:
-        return made
-    if len(made.ids[0]) == most:
-        whole = made.ids[0][-1] not in call.stop_ids
-        if whole:
-            return _defer(batch, call, made, chain.drafts[0, most : most + 1])
-    _embed_last(batch, call, made)
-    return made
 
 
 def _step_by_step(batch: Batch, call: Call) -> Drafted:
@@ -138,6 +148,8 @@ def _embed_last(batch: Batch, call: Call, made: Drafted) -> None:
 
 def _cut(ids: Sequence[int], scores: Sequence[float], stop_ids: Collection[int]) -> tuple[list[int], list[float]]:
     """Drafts up to and with the first stop id."""
+    if not stop_ids:
+        return list(ids), list(scores)
     for index, token in enumerate(ids):
         if token in stop_ids:
             return list(ids[: index + 1]), list(scores[: index + 1])

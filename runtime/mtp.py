@@ -323,7 +323,8 @@ class MtpProposer(Checks, DraftProposer):
         self._check_hiddens(call.hiddens)
         self._check_count(num_drafts)
         for state, position in zip(states, call.positions, strict=True):
-            self._check_settled(state)
+            if state.unsettled or state.last_drafts:
+                self._check_settled(state)
             self._check_next(state, position)
         positions = call.positions
         drafts: list[list[int]] = [[] for _ in states]
@@ -349,7 +350,7 @@ class MtpProposer(Checks, DraftProposer):
                 self.metrics.refusals["grammar"] += 1
         for state, token, position, ids, scores in zip(states, tokens, positions, drafts, logprobs, strict=True):
             state.last_drafts = ids
-            state.last_confidence = _confidence(scores)
+            state.last_scores = scores
             state.next_token = state.proposed_at = position
             state.history.read(position, [token])
             if ids:
@@ -370,15 +371,18 @@ class MtpProposer(Checks, DraftProposer):
         limit, tokens = self.runner.max_position, call.tokens
         for row, (state, position) in enumerate(zip(states, call.positions, strict=True)):
             count = num_drafts if limit is None else min(num_drafts, limit - position)
-            if num_drafts and count < 1:
-                self.metrics.refusals["position_limit"] += 1
-            elif count:
+            if count < 1:
+                self.metrics.refusals["position_limit"] += num_drafts > 0
+                continue
+            rows = state.rows
+            if rows + count > len(state.lease.blocks) * self.pool.block_size:
                 # Fewer drafts where memory ends; without room for one, the refusal is counted.
-                count = max(min(count, self.pool.room(state.lease) - state.rows), 1)
-                if self._reserve([(state, state.rows + count)]):
-                    call.rows.append(row)
-                    call.counts.append(count)
-                    call.states.append(state)
+                count = max(min(count, self.pool.room(state.lease) - rows), 1)
+                if not self._reserve([(state, rows + count)]):
+                    continue
+            call.rows.append(row)
+            call.counts.append(count)
+            call.states.append(state)
         if len(call.rows) < len(states):
             call.tokens = [tokens[row] for row in call.rows]
             call.hiddens = [call.hiddens[row] for row in call.rows]
@@ -497,7 +501,7 @@ class MtpProposer(Checks, DraftProposer):
             started(state)
             place = None if isinstance(positions, torch.Tensor) else positions[row]
             state.unsettled.append(Unsettled(count, position=place))
-            state.last_confidence, state.proposed_at = None, None
+            state.last_scores, state.proposed_at = (), None
         return out
 
     @no_autograd()
@@ -648,8 +652,3 @@ def _check_pool(runner: DraftRunner, pool: BlockPool) -> None:
 def _most_rows(state: MtpProposerState) -> int:
     """Rows at most once the last verify is accounted for, wherever its accept count is."""
     return state.rows + 1 if state.last_drafts else state.most_rows
-
-
-def _confidence(logprobs: Sequence[float]) -> float | None:
-    measured = [value for value in logprobs if not math.isnan(value)]
-    return math.exp(min(measured)) if measured else None

@@ -6,8 +6,9 @@ never move or grow, so compiled programs and device graphs may keep their addres
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -38,11 +39,16 @@ class Ledger:
         return self.free + self.held + self.loaned == self.total and 0 <= self.promised <= self.free
 
 
+_VERSIONS = itertools.count(1)
+
+
 class Lease:
     """The blocks of one sequence, in row order, and how many the pool has promised it. Made by `BlockPool.open`."""
 
     def __init__(self, promised: int):
         self.blocks: list[int] = []
+        self.version = 0
+        """Of `blocks`: who copied them knows by it whether the copy is still true."""
         self.promised = promised
 
     @property
@@ -152,11 +158,10 @@ class BlockPool:
         beyond = max(len(self._free) - self._promised, 0)
         return (len(self._own(lease).blocks) + lease.outstanding + beyond) * self.block_size
 
-    def slots(self, lease: Lease, first: int, count: int) -> Iterator[int]:
+    def slots(self, lease: Lease, first: int, count: int) -> list[int]:
         """Storage slots (block * block_size + offset) of rows first..first+count-1."""
-        size = self.block_size
-        for row in range(first, first + count):
-            yield lease.blocks[row // size] * size + row % size
+        size, blocks = self.block_size, lease.blocks
+        return [blocks[row // size] * size + row % size for row in range(first, first + count)]
 
     # -- leases ------------------------------------------------------------------------------------------------
 
@@ -211,7 +216,7 @@ class BlockPool:
 
     def _set_blocks(self, lease: Lease, blocks: list[int]) -> None:
         before = lease.outstanding
-        lease.blocks = blocks
+        lease.blocks, lease.version = blocks, next(_VERSIONS)
         self._promised += lease.outstanding - before
 
     def _own(self, lease: Lease) -> Lease:
@@ -229,7 +234,7 @@ class BlockPool:
         blocks = self._own(lease).blocks
         before = lease.outstanding
         lease.promised -= min(len(blocks), lease.promised)
-        lease.blocks = []
+        lease.blocks, lease.version = [], next(_VERSIONS)
         self._promised += lease.outstanding - before
         self._loaned.update(blocks)
         return blocks

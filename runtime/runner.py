@@ -11,11 +11,11 @@ import contextlib
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -51,6 +51,27 @@ class DraftChain(NamedTuple):
     drafts: torch.Tensor
     logprobs: torch.Tensor
     next_hidden: torch.Tensor
+
+
+class Blocks(Protocol):
+    """Cache blocks of one sequence; `version` differs whenever they do, from all that any sequence ever had."""
+
+    blocks: list[int]
+    version: int
+
+
+class ChainRows(NamedTuple):
+    """A chain's rows as plain integers, one item each, from a caller that vouches for them.
+
+    tokens, positions: the newest token and its position. before: cache rows before it. slots: where its row and those of
+    the next steps are written; a row stops where they end. blocks: where its cache lies.
+    """
+
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    before: Sequence[int]
+    slots: Sequence[Sequence[int]]
+    blocks: Sequence[Blocks]
 
 
 class DraftRunner(abc.ABC):
@@ -220,21 +241,19 @@ class DraftRunner(abc.ABC):
             token, hidden = step.draft, step.next_hidden
         return DraftChain(drafts, logprobs, hidden)
 
-    def chain_lists(
+    def chain_packed(
         self,
         steps: int,
-        token: torch.Tensor,
+        rows: ChainRows,
         hidden: torch.Tensor,
-        position: torch.Tensor,
-        kv: Caches,
-        slots: torch.Tensor,
-        *,
+        storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
         allowed: torch.Tensor | None = None,
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """`chain`, with (drafts, logprobs) as lists of n lists of `steps`. For a caller that vouches for its integers, which
-        may be in host memory: a runner need not check them again, and copies from the device once."""
-        chain = self.chain(steps, token, hidden, position, kv, slots, allowed=allowed)
-        return chain.drafts.tolist(), chain.logprobs.tolist()
+    ) -> tuple[list[list[int]], list[list[float]]] | None:
+        """As `chain`, with (drafts, logprobs) as lists; what a row has beyond its own slots means nothing. Nothing is checked.
+
+        None from a runner that does not stage integers itself: give `chain` tensors then.
+        """
+        return None
 
     # The device form's arithmetic. A runner for a device may launch one kernel for each instead of torch's many.
     place_chain = staticmethod(device_rows.place_chain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from bisect import bisect_left
 from collections import deque
@@ -77,7 +78,7 @@ class MtpProposerState(ProposerState):
     """Rows of a drafter with a KV cache, one per (hidden, next token) pair.
 
     owner: the proposer that made it. lease: its KV blocks, in row order; closed when freed. history: what its rows are of.
-    last_drafts: of the last propose, cleared by `after_verify`; the newest len(last_drafts) rows are theirs.
+    last_scores: log-probabilities of the last propose's drafts. last_drafts: of the last propose, cleared by `after_verify`; the newest len(last_drafts) rows are theirs.
     next_token: position of the token that is proposed or handed over next, if none is left out.
     proposed_at: position of the last propose's own token, until `after_verify`.
     unsettled: device-form proposes since the host last knew the rows, oldest first; `history` is as before them.
@@ -88,7 +89,7 @@ class MtpProposerState(ProposerState):
     lease: Lease
     history: History = field(default_factory=History)
     last_drafts: list[int] = field(default_factory=list)
-    last_confidence: float | None = None
+    last_scores: Sequence[float] = ()
     next_token: int = 1
     proposed_at: int | None = None
     unsettled: deque[Unsettled] = field(default_factory=deque)
@@ -116,6 +117,12 @@ class MtpProposerState(ProposerState):
         return max(self.next_token - self.next_position, 0)
 
     @property
+    def last_confidence(self) -> float | None:
+        """Smallest probability of the last propose's drafts, None where none was measured."""
+        measured = [score for score in self.last_scores if not math.isnan(score)]
+        return math.exp(min(measured)) if measured else None
+
+    @property
     def last_num_drafted(self) -> int:
         return len(self.last_drafts)
 
@@ -127,6 +134,6 @@ class MtpProposerState(ProposerState):
     def clear(self) -> None:
         """As freshly allocated, the lease apart."""
         self.history = History()
-        self.last_drafts, self.last_confidence = [], None
+        self.last_drafts, self.last_scores = [], ()
         self.next_token, self.proposed_at = 1, None
         self.unsettled.clear()

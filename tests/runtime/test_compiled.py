@@ -144,7 +144,7 @@ def test_logits_of_every_width():
     proposer, script = proposer_of(runner), Script(0)
     states = [proposer.alloc_state() for _ in range(3)]
     proposer.pool.grow([(state.lease, 1) for state in states])
-    slots = torch.tensor([next(proposer.pool.slots(state.lease, 0, 1)) for state in states], dtype=torch.int32)
+    slots = torch.tensor([proposer.pool.slots(state.lease, 0, 1)[0] for state in states], dtype=torch.int32)
     caches = proposer._batch.caches(states, [0, 1, 2], [1] * 3, slots)
     token = torch.tensor([1, 2, 3], dtype=torch.int32)
     position = torch.ones(3, dtype=torch.int32)
