@@ -78,7 +78,8 @@ class MtpProposerState(ProposerState):
     """Rows of a drafter with a KV cache, one per (hidden, next token) pair.
 
     owner: the proposer that made it. lease: its KV blocks, in row order; closed when freed. history: what its rows are of.
-    last_scores: log-probabilities of the last propose's drafts. last_drafts: of the last propose, cleared by `after_verify`; the newest len(last_drafts) rows are theirs.
+    last_drafts: of the last propose, cleared by `after_verify`; the newest len(last_drafts) rows are theirs.
+    last_scores: log-probabilities of the last propose's drafts.
     next_token: position of the token that is proposed or handed over next, if none is left out.
     proposed_at: position of the last propose's own token, until `after_verify`.
     unsettled: device-form proposes since the host last knew the rows, oldest first; `history` is as before them.
