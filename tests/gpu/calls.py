@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,11 +15,21 @@ CONTEXTS = (0, 1, 3, 4, 5, 15, 16, 17, 33, 130)
 """Cache rows before a call: around the sizes of blocks and tiles."""
 
 
-def situation(runner: CompiledRunner, entry: str, rows: int, seed: int, *, context: int | None = None) -> Case:
-    """`rows` rows with blocks of another size for each seed; the last of several rows is idle."""
+def situation(
+    runner: CompiledRunner,
+    entry: str,
+    rows: int,
+    seed: int,
+    *,
+    context: int | None = None,
+    spans: Sequence[Span] | None = None,
+) -> Case:
+    """`rows` rows with blocks of another size for each seed; the last of several rows is idle, without `spans` given."""
     generator = torch.Generator().manual_seed(seed)
     live = rows - 1 if rows > 1 else 1
-    if runner.circuit.entry(entry).rows == "context":
+    if spans is not None:
+        spans = list(spans)
+    elif runner.circuit.entry(entry).rows == "context":
         first = live // 2
         spans = [Span(CONTEXTS[seed % 10], live - first, seed % 3), *([Span(5, first)] if first else [])]
     else:

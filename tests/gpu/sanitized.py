@@ -25,7 +25,7 @@ def main(folder: Path) -> None:
         for _ in range(2):  # as it comes, and recorded
             runner.chain(2, *inputs, case.copy_caches(), slots)
         host = {name: on_host(cache) for name, cache in case.copy_caches().items()}
-        runner.chain_lists(2, inputs[0].cpu(), inputs[1], inputs[2].cpu(), host, slots.cpu())
+        runner.chain(2, inputs[0].cpu(), inputs[1], inputs[2].cpu(), host, slots.cpu())
     torch.cuda.synchronize()
 
 

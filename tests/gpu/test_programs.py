@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from circuitgraph.measure.cases import Span
 from circuitgraph.runtime import DraftRunner
-from tests.gpu.calls import error, reference, run, situation, tolerance
+from circuitgraph.runtime.runner import ChainRows
+from tests.gpu.calls import CONTEXTS, error, reference, run, situation, tolerance
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -92,7 +94,7 @@ def chain_slots(case, steps: int) -> torch.Tensor:
 @pytest.mark.parametrize("steps", [1, 3])
 def test_chain_of_host_integers_equals_that_of_device_ones(artifact, steps, runners):
     """The host forms positions and lengths of all steps itself; a kernel does for integers on the device. All rows live, some
-    stopped, and the lists of `chain_lists`."""
+    stopped."""
     runner = runners(artifact)
     for n in [width for width in runner.widths if width <= 16]:
         for seed in range(4):
@@ -110,9 +112,37 @@ def test_chain_of_host_integers_equals_that_of_device_ones(artifact, steps, runn
             assert torch.equal(torch.nan_to_num(got.logprobs), torch.nan_to_num(want.logprobs))
             for part in ("k", "v"):
                 assert torch.equal(*[torch.nan_to_num(getattr(caches["kv"], part), 7.0) for caches in (ours, theirs)])
-            drafts, logprobs = runner.chain_lists(len(slots), *arguments)
-            assert drafts == want.drafts.tolist()
-            assert torch.equal(torch.tensor(logprobs).nan_to_num(), want.logprobs.cpu().nan_to_num())
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_chain_of_plain_integers(artifact, steps, runners):
+    """What proposers use: lists in, lists out; tables are copied only where blocks have changed."""
+    runner = runners(artifact)
+    for n in [width for width in (*runner.widths, 7) if width <= 16]:
+        spans = [Span(CONTEXTS[(n + i) % 10]) for i in range(n)]
+        case = situation(runner, "draft", n, 5, spans=spans)
+        slots, cache = chain_slots(case, steps), case.caches["kv"]
+        blocks = [Table(row.tolist(), version) for version, row in enumerate(cache.table, 1)]
+        inputs = (case.inputs["token"], case.inputs["hidden"], case.inputs["position"])
+        for _ in range(4):  # as it comes, recorded, replayed
+            ours, theirs = case.copy_caches(), case.copy_caches()
+            want = runner.chain(steps, *inputs, theirs, slots)
+            written = [[slot for slot in row if slot >= 0] for row in slots.T.tolist()]
+            rows = ChainRows(inputs[0].tolist(), inputs[2].tolist(), [span.context for span in spans], written, blocks)
+            drafts, logprobs = runner.chain_packed(steps, rows, inputs[1], {"kv": (ours["kv"].k, ours["kv"].v)})
+            for i, row in enumerate(written):
+                assert drafts[i][: len(row)] == want.drafts[i, : len(row)].tolist()
+                assert logprobs[i][: len(row)] == want.logprobs[i, : len(row)].tolist()
+            for part in ("k", "v"):
+                assert torch.equal(*[torch.nan_to_num(getattr(caches["kv"], part), 7.0) for caches in (ours, theirs)])
+
+
+@dataclass
+class Table:
+    """As a lease of a pool."""
+
+    blocks: list[int]
+    version: int
 
 
 def on_host(cache):
