@@ -14,25 +14,45 @@ from .proposer import Hiddens
 from .runner import ChainRows, DraftChain, DraftRunner
 from .state import MtpProposerState
 
+TURNS = 4
 KEPT_VIEWS = 64
 """Views of a column up to this length are kept: the sizes of drafting, which come again with every step."""
 
 
 class Column:
-    """A growing int32 tensor written like a list: filling it from Python integers allocates nothing on the host."""
+    """A growing int32 tensor written like a list: filling it from Python integers allocates nothing on the host.
+
+    For a GPU the host's side is page-locked, and there are several that take turns: the host runs ahead of the copies.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
+        self._sides = [_Side(device) for _ in range(TURNS if device.type == "cuda" else 1)]
+        self._turn = 0
+
+    def fill(self, values: Sequence[int]) -> torch.Tensor:
+        """The values as int32[len(values)] on the device, valid until the next fill."""
+        self._turn = (self._turn + 1) % len(self._sides)
+        return self._sides[self._turn].fill(values)
+
+
+class _Side:
+    """One copy of a column's values on the host."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self._resize(64)
 
     def _resize(self, size: int) -> None:
         self._views: dict[int, torch.Tensor] = {}
-        self._host = torch.zeros(size, dtype=torch.int32)
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=self._copied is not None)
         self._cells = (ctypes.c_int32 * size).from_address(self._host.data_ptr())
 
     def fill(self, values: Sequence[int]) -> torch.Tensor:
-        """The values as int32[len(values)] on the device, valid until the next fill."""
         count = len(values)
+        if self._copied is not None and not self._copied.query():
+            self._copied.synchronize()  # the copy of TURNS fills ago has not left this memory
         if count > len(self._cells):
             self._resize(2 * count)
         self._cells[:count] = values
@@ -41,7 +61,11 @@ class Column:
             view = self._host[:count]
             if count <= KEPT_VIEWS:
                 self._views[count] = view
-        return view.to(self.device)
+        if self._copied is None:
+            return view
+        made = view.to(self.device, non_blocking=True)
+        self._copied.record()
+        return made
 
 
 class Batch:
@@ -133,14 +157,14 @@ class Batch:
         addressing = (slot, self.seq.fill(seq), table, self.start.fill([0] * len(states)), length)
         return {name: PagedKV(k, v, *addressing) for name, (k, v) in self.pool.storage.items()}
 
-    def table(self, states: Sequence[MtpProposerState]) -> torch.Tensor:
-        """int32[sequences, blocks of the longest]."""
+    def table(self, states: Sequence[MtpProposerState], column: Column | None = None) -> torch.Tensor:
+        """int32[sequences, blocks of the longest], in `column` where another is wanted than this one's."""
         width = max(len(state.lease.blocks) for state in states)
         blocks: list[int] = []
         for state in states:
             blocks += state.lease.blocks
             blocks += [0] * (width - len(state.lease.blocks))  # beyond the sequence's length: never read
-        return self.block.fill(blocks).view(len(states), width)
+        return (column or self.block).fill(blocks).view(len(states), width)
 
 
 def stacked(parts: Sequence[Hiddens]) -> torch.Tensor:

@@ -318,7 +318,7 @@ class _Chain:
                 slots += [written[step] if on else -1 for written, on in zip(rows.slots, live, strict=True)] + [-1] * (n - count)
                 positions += [position + step if on else 0 for position, on in zip(rows.positions, live, strict=True)] + idle
                 lengths += [before + step + 1 if on else 0 for before, on in zip(rows.before, live, strict=True)] + idle
-        self.copied.synchronize()
+        self._await_copy()
         self.cells[: self.often] = tokens + slots + positions + lengths * len(self.states)
         self._stage_tables(rows.blocks)
         self._send()
@@ -383,11 +383,16 @@ class _Chain:
 
     def _clear(self, count: int) -> None:
         """Rows without work write nowhere and see nothing."""
-        self.copied.synchronize()  # the copy before has left this memory
+        self._await_copy()
         self.tables = None
         if count < self.program.rows:
             self.pinned.zero_()
             self.host["slots"].fill_(-1)
+
+    def _await_copy(self) -> None:
+        """The copy before has left the page-locked memory; as a rule it has long since."""
+        if not self.copied.query():
+            self.copied.synchronize()
 
     def _send(self) -> None:
         self.packed.copy_(self.pinned, non_blocking=True)

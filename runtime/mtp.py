@@ -158,10 +158,10 @@ class MtpProposer(Checks, DraftProposer):
             if wanted < 0 or given not in (wanted, wanted + 1):
                 self._refuse("prompt and hiddens do not go together", "hiddens", f"{wanted} or {wanted + 1} rows", str(given))
             self._check_tokens(prompt_tokens[:1])
+            refusals = self.metrics.refusals["pool_exhausted"]
             written = self._append([prompt_tokens[1:]], [hiddens[:wanted]], [first_pos + 1], [mine])
-            if written or not wanted:
-                mine.history.read(first_pos, prompt_tokens)
-                mine.next_token = first_pos + len(prompt_tokens)
+            if refusals == self.metrics.refusals["pool_exhausted"]:
+                mine.read(first_pos, prompt_tokens)  # the first token, too
             return written
 
     def prefill_hidden_rows(self, max_seq_len: int) -> int:
@@ -221,22 +221,21 @@ class MtpProposer(Checks, DraftProposer):
         ]
         if sum(counts) < sum(len(ids) for ids in tokens):
             self.metrics.refusals["position_limit"] += 1
-        if not any(counts):
-            return 0
         held = [len(state.lease.blocks) for state in states]
-        if not self._reserve([(state, state.rows + count) for state, count in zip(states, counts, strict=True)]):
-            return 0
-        try:
-            self._batch.context(tokens, hiddens, first_pos, states, counts)
-        except BaseException:
-            self._give_back(states, held)
-            raise
+        if any(counts):
+            if not self._reserve([(state, state.rows + count) for state, count in zip(states, counts, strict=True)]):
+                return 0
+            try:
+                self._batch.context(tokens, hiddens, first_pos, states, counts)
+            except BaseException:
+                self._give_back(states, held)
+                raise
         for ids, count, first, state in zip(tokens, counts, first_pos, states, strict=True):
+            if ids:
+                state.read(first, ids)
             if count:
                 self._skip(state, first)
-                state.history.read(first, ids[:count])
                 state.history.append(first, count)
-                state.next_token = max(state.next_token, first + count)
         self.metrics.context_rows += sum(counts)
         return sum(counts)
 
@@ -351,8 +350,8 @@ class MtpProposer(Checks, DraftProposer):
         for state, token, position, ids, scores in zip(states, tokens, positions, drafts, logprobs, strict=True):
             state.last_drafts = ids
             state.last_scores = scores
+            state.read(position, [token])
             state.next_token = state.proposed_at = position
-            state.history.read(position, [token])
             if ids:
                 self._skip(state, position)
                 state.history.append(position, len(ids))
@@ -429,7 +428,7 @@ class MtpProposer(Checks, DraftProposer):
             if mine.proposed_at is not None:
                 known = mine.last_drafts[:num_accepted]
                 known = known[: known.index(DEFERRED)] if DEFERRED in known else known
-                mine.history.read(mine.proposed_at + 1, known)
+                mine.read(mine.proposed_at + 1, known)
                 mine.next_token = mine.proposed_at + num_accepted + 1
             mine.history.keep(mine.rows - drafted + cast(int, TRIM[self.trim](drafted, num_accepted)))
             mine.last_drafts, mine.proposed_at = [], None

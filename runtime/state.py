@@ -132,6 +132,11 @@ class MtpProposerState(ProposerState):
         """Rows at most, whatever the target accepted: a verify adds its token's row and one per accepted draft."""
         return self.rows + sum(step.count + 1 for step in self.unsettled)
 
+    def read(self, first: int, tokens: Sequence[int]) -> None:
+        """The server said which tokens are at `first` and after."""
+        self.history.read(first, tokens)
+        self.next_token = max(self.next_token, first + len(tokens))
+
     def clear(self) -> None:
         """As freshly allocated, the lease apart."""
         self.history = History()
