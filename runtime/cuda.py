@@ -18,10 +18,13 @@ import tvm_ffi
 
 from circuitgraph.artifact import Manifest
 from circuitgraph.errors import ArtifactError, Fault, RuntimeUseError
-from circuitgraph.ops import TORCH_DTYPES
+from circuitgraph.ops import TORCH_DTYPES, PagedKV
 
 from .compiled import CHAIN_FUNCTIONS, MASKED, MASKED_OUTPUT, CompiledRunner, _Program
 from .runner import Blocks, Caches, ChainRows, DraftChain, DraftStep, _kind, no_autograd
+
+ADDRESSING = ("slot", "seq", "table", "start", "length")
+"""The integers of a `PagedKV`, in its own order."""
 
 MOST_GRAPHS = 64
 """Graphs kept per runner; beyond that the one that was used longest ago is dropped."""
@@ -99,8 +102,9 @@ class CudaRunner(CompiledRunner):
     @no_autograd()
     def draft(self, token, hidden, position, kv) -> DraftStep:
         if torch.cuda.is_current_stream_capturing() or len(kv) > 1:  # a graph has one slot per row for all states
+            token, position, kv, _ = self._on_device(token, position, kv)
             with self._stream():
-                return super().draft(token, hidden, position, self._on_device(kv))
+                return super().draft(token, hidden, position, kv)
         self._check_rows(token, hidden, position, kv)
         slots = next(iter(kv.values())).slot[None]
         return _only_step(self._replay(1, token, hidden, position, kv, slots, stops=False))
@@ -108,8 +112,9 @@ class CudaRunner(CompiledRunner):
     @no_autograd()
     def draft_masked(self, token, hidden, position, kv, allowed) -> DraftStep:
         if torch.cuda.is_current_stream_capturing() or len(kv) > 1:
+            token, position, kv, _ = self._on_device(token, position, kv)
             with self._stream():
-                return super().draft_masked(token, hidden, position, self._on_device(kv), allowed)
+                return super().draft_masked(token, hidden, position, kv, allowed)
         n = self._check_rows(token, hidden, position, kv)
         self._check_allowed(allowed, n)
         slots = next(iter(kv.values())).slot[None]
@@ -117,13 +122,17 @@ class CudaRunner(CompiledRunner):
 
     @no_autograd()
     def logits(self, token, hidden, position, kv) -> tuple[torch.Tensor, torch.Tensor]:
+        self._check_rows(token, hidden, position, kv)
+        token, position, kv, _ = self._on_device(token, position, kv)
         with self._stream():
-            return super().logits(token, hidden, position, self._on_device(kv))
+            return super().logits(token, hidden, position, kv)
 
     @no_autograd()
     def context(self, token, hidden, position, kv) -> None:
+        self._check_rows(token, hidden, position, kv)
+        token, position, kv, _ = self._on_device(token, position, kv)
         with self._stream():
-            super().context(token, hidden, position, self._on_device(kv))
+            super().context(token, hidden, position, kv)
 
     @no_autograd()
     def chain(self, steps, token, hidden, position, kv, slots, *, allowed=None) -> DraftChain:
@@ -131,8 +140,9 @@ class CudaRunner(CompiledRunner):
         self._check_allowed(allowed, n)
         self._check_chain(steps, n, position, slots, kv)
         if torch.cuda.is_current_stream_capturing():
+            token, position, kv, slots = self._on_device(token, position, kv, slots)
             with self._stream():
-                return super().chain(steps, token, hidden, position, self._on_device(kv), slots, allowed=allowed)
+                return super().chain(steps, token, hidden, position, kv, slots, allowed=allowed)
         return self._replay(steps, token, hidden, position, kv, slots, stops=True, allowed=allowed)
 
     def chain_packed(
@@ -169,12 +179,22 @@ class CudaRunner(CompiledRunner):
         with torch.cuda.device(self.device), tvm_ffi.use_raw_stream(device, stream):
             yield
 
-    def _on_device(self, kv: Caches) -> Caches:
-        """The caches with their table and start where the kernels read them; the rest is staged anyhow."""
-        return {
-            name: cache.__class__(**{**vars(cache), "table": cache.table.to(self.device), "start": cache.start.to(self.device)})
-            for name, cache in kv.items()
-        }
+    def _on_device(self, token, position, kv: Caches, slots=None) -> tuple[Any, ...]:
+        """(token, position, kv, slots) where the kernels read them: integers from the host travel in one copy, which the host
+        does not wait for."""
+        given = [token, position, *([] if slots is None else [slots])]
+        for cache in kv.values():
+            given += [getattr(cache, part) for part in ADDRESSING]
+        host = [tensor for tensor in given if tensor.device.type == "cpu"]
+        if host:
+            packed = torch.empty(sum(tensor.numel() for tensor in host), dtype=torch.int32, pin_memory=True)
+            torch.cat([tensor.reshape(-1) for tensor in host], out=packed)
+            pieces = iter(packed.to(self.device, non_blocking=True).split([tensor.numel() for tensor in host]))
+            given = [next(pieces).view(tensor.shape) if tensor.device.type == "cpu" else tensor for tensor in given]
+        parts = iter(given)
+        token, position, slots = next(parts), next(parts), None if slots is None else next(parts)
+        caches = {name: PagedKV(cache.k, cache.v, *(next(parts) for _ in ADDRESSING)) for name, cache in kv.items()}
+        return token, position, caches, slots
 
     def _replay(self, steps, token, hidden, position, kv, slots, *, stops: bool, allowed=None) -> DraftChain:
         n, entry = token.shape[0], "draft" if allowed is None else MASKED

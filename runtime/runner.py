@@ -262,7 +262,7 @@ class DraftRunner(abc.ABC):
     def embed(self, token: torch.Tensor, out: torch.Tensor) -> None:
         """Write the embedding of `token`, int32[1], to the row `out`, both on `device`. The host waits for nothing."""
         node = next(node for node in self.circuit.nodes if node.op == "embed")
-        out.copy_(torch.nn.functional.embedding(token, self.weights[node.inputs[1]])[0])
+        out.copy_(torch.nn.functional.embedding(token.to(self.device), self.weights[node.inputs[1]])[0])
 
     # -- checks that every implementation shares ---------------------------------------------------------------
 
