@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .binding import bind_weights
+    from .carried import CarriedKV
     from .compiled import CompiledRunner, open_library
+    from .cut import cut_drafts
+    from .draft_binding import DraftBinding
     from .loading import load
     from .metrics import Metrics
     from .mtp import MtpProposer
     from .pool import BlockPool, Ledger, PoolExhausted
     from .proposer import DraftProposer
     from .runner import DraftChain, DraftRunner, DraftStep, ReferenceRunner
-    from .state import MtpProposerState, ProposerState
+    from .state import DEFERRED, MtpProposerState, ProposerState
+    from .trim import TRIM
     from .verify import accept_greedy
 
 _HOMES = {
@@ -26,6 +30,9 @@ _HOMES = {
         "CompiledRunner",
         "open_library",
     ),
+    "carried": ("CarriedKV",),
+    "cut": ("cut_drafts",),
+    "draft_binding": ("DraftBinding",),
     "loading": ("load",),
     "metrics": ("Metrics",),
     "mtp": ("MtpProposer",),
@@ -42,16 +49,22 @@ _HOMES = {
         "ReferenceRunner",
     ),
     "state": (
+        "DEFERRED",
         "MtpProposerState",
         "ProposerState",
     ),
+    "trim": ("TRIM",),
     "verify": ("accept_greedy",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "DEFERRED",
+    "TRIM",
     "BlockPool",
+    "CarriedKV",
     "CompiledRunner",
+    "DraftBinding",
     "DraftChain",
     "DraftProposer",
     "DraftRunner",
@@ -65,6 +78,7 @@ __all__ = [
     "ReferenceRunner",
     "accept_greedy",
     "bind_weights",
+    "cut_drafts",
     "load",
     "open_library",
 ]

@@ -32,6 +32,9 @@ CHAIN_FUNCTIONS = ("circuitgraph_chain_begin", "circuitgraph_chain_end")
 _DTYPES = {**TORCH_DTYPES, "u8": torch.uint8, "i8": torch.int8}
 _IDLE = {"slot": -1, "seq": 0, "length": 0}
 """How an idle row is addressed: it writes nowhere, and sees nothing of sequence 0."""
+MASKED = "draft_masked"
+"""The entry that drafts under a grammar's mask, and the prefix of its outputs' names: else they are as `draft`'s."""
+MASKED_OUTPUT = "masked_"
 
 
 class CompiledRunner(DraftRunner):
@@ -105,8 +108,8 @@ class CompiledRunner(DraftRunner):
     def block_size(self) -> int | None:
         return self._block_size
 
-    def serves(self, n: int) -> str | None:
-        return self._path("draft", n)
+    def serves(self, n: int, *, masked: bool = False) -> str | None:
+        return self._path(MASKED if masked else "draft", n)
 
     def _path(self, entry: str, n: int) -> str | None:
         widths = self.manifest.widths(entry)
@@ -125,6 +128,13 @@ class CompiledRunner(DraftRunner):
         return DraftStep(out["draft"], out["logprob"], out["next_hidden"])
 
     @no_autograd()
+    def draft_masked(self, token, hidden, position, kv, allowed) -> DraftStep:
+        n = self._check_rows(token, hidden, position, kv)
+        self._check_allowed(allowed, n)
+        out = self._run_rows(MASKED, n, _Rows(token, hidden, position, kv, allowed=allowed))
+        return DraftStep(out["draft"], out["logprob"], out["next_hidden"])
+
+    @no_autograd()
     def logits(self, token, hidden, position, kv) -> tuple[torch.Tensor, torch.Tensor]:
         n = self._check_rows(token, hidden, position, kv)
         out = self._run_rows("logits", n, _Rows(token, hidden, position, kv))
@@ -139,15 +149,17 @@ class CompiledRunner(DraftRunner):
             program.run()
 
     @no_autograd()
-    def chain(self, steps, token, hidden, position, kv, slots) -> DraftChain:
+    def chain(self, steps, token, hidden, position, kv, slots, *, allowed=None) -> DraftChain:
         n = self._check_rows(token, hidden, position, kv)
+        self._check_allowed(allowed, n)
+        entry = "draft" if allowed is None else MASKED
         ragged = self._check_chain(steps, n, position, slots, kv)
         drafts = torch.empty(n, steps, dtype=torch.int32, device=self.device)
         logprobs = torch.empty(n, steps, device=self.device)
         next_hidden = torch.empty(n, self.hidden_size, dtype=TORCH_DTYPES[self.circuit.act], device=self.device)
-        rows = _Rows(token, hidden, position, kv, slot=slots[0])
-        self._count("draft", n)
-        for program, first, count in self._parts("draft", n):
+        rows = _Rows(token, hidden, position, kv, slots[0], allowed)
+        self._count(entry, n)
+        for program, first, count in self._parts(entry, n):
             last = first + count
             made = zip(drafts[first:last].unbind(1), logprobs[first:last].unbind(1), strict=True)
             written = slots[:, first:last].unbind(0)
@@ -193,6 +205,7 @@ class CompiledRunner(DraftRunner):
 
     def _no_programs(self, entry: str) -> RuntimeUseError:
         hint = f"It has: {', '.join(sorted({f.entry for f in self.manifest.functions.values()}))}."
+        hint += f" Compile with --with {entry}." if entry in {e.name for e in self.circuit.entries if e.on_request} else ""
         return RuntimeUseError(Fault(f"the artifact has no '{entry}' programs", where=self.circuit.name, hint=hint))
 
     def _count(self, entry: str, n: int) -> None:
@@ -215,6 +228,7 @@ class _Rows(NamedTuple):
     position: torch.Tensor
     kv: Caches
     slot: torch.Tensor | None = None
+    allowed: torch.Tensor | None = None
 
 
 class _Views(NamedTuple):
@@ -319,7 +333,7 @@ class _Program:
         if views is None:
             cut = lambda tensors: {name: (tensor[:count], tensor[count:]) for name, tensor in tensors.items()}  # noqa: E731
             addressing = {state: cut(parts) for state, parts in self.addressing.items()}
-            outputs = {name: tensor[:count] for name, tensor in self.made.items()}
+            outputs = {name.removeprefix(MASKED_OUTPUT): tensor[:count] for name, tensor in self.made.items()}
             views = self._views[count] = _Views(cut(self.inputs), addressing, outputs)
         return views
 

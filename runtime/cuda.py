@@ -1,15 +1,16 @@
 """`CudaRunner`: compiled programs on a GPU, on the caller's current stream; drafts and chains replay as CUDA graphs.
 
-A chain of K steps is one graph: step k + 1 reads its tokens and hiddens where step k wrote them, positions and lengths of
-all steps are formed at its start, and the host waits for nothing. Integers travel in one packed copy when they come from
-the host.
+A chain of K steps is one graph: step k + 1 reads its tokens and hiddens where step k wrote them, and the host waits for
+nothing. Integers that come from the host travel in one packed copy, with the positions and lengths of all steps; for
+integers on the device the graph has a kernel at its start that forms those.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +18,13 @@ import tvm_ffi
 
 from circuitgraph.artifact import Manifest, check_device
 from circuitgraph.errors import Fault, RuntimeUseError
-from circuitgraph.ops import TORCH_DTYPES
+from circuitgraph.ops import TORCH_DTYPES, PagedKV
 
-from .compiled import CHAIN_FUNCTIONS, CompiledRunner, _Program
-from .runner import Caches, DraftChain, DraftStep, _kind
+from .compiled import CHAIN_FUNCTIONS, MASKED, MASKED_OUTPUT, CompiledRunner, _Program
+from .runner import Blocks, Caches, ChainRows, DraftChain, DraftStep, _kind, no_autograd
+
+ADDRESSING = ("slot", "seq", "table", "start", "length")
+"""The integers of a `PagedKV`, in its own order."""
 
 MOST_GRAPHS = 64
 """Graphs kept per runner; beyond that the one that was used longest ago is dropped."""
@@ -67,32 +71,83 @@ class CudaRunner(CompiledRunner):
                 Fault("does not fit", where=self.circuit.name, subject=name, expected=expected, got=_kind(tensor))
             )
 
+    @property
+    def integers_on(self) -> torch.device:
+        return torch.device("cpu")
+
     # -- work --------------------------------------------------------------------------------------------------
 
+    @no_autograd()
     def draft(self, token, hidden, position, kv) -> DraftStep:
         if torch.cuda.is_current_stream_capturing() or len(kv) > 1:  # a graph has one slot per row for all states
+            token, position, kv, _ = self._on_device(token, position, kv)
             with self._stream():
-                return super().draft(token, hidden, position, self._on_device(kv))
+                return super().draft(token, hidden, position, kv)
         self._check_rows(token, hidden, position, kv)
         slots = next(iter(kv.values())).slot[None]
-        chain = self._replay(1, token, hidden, position, kv, slots, stops=False)
-        return DraftStep(chain.drafts[:, 0], chain.logprobs[:, 0], chain.next_hidden)
+        return _only_step(self._replay(1, token, hidden, position, kv, slots, stops=False))
 
-    def logits(self, token, hidden, position, kv) -> tuple[torch.Tensor, torch.Tensor]:
-        with self._stream():
-            return super().logits(token, hidden, position, self._on_device(kv))
-
-    def context(self, token, hidden, position, kv) -> None:
-        with self._stream():
-            super().context(token, hidden, position, self._on_device(kv))
-
-    def chain(self, steps, token, hidden, position, kv, slots) -> DraftChain:
-        n = self._check_rows(token, hidden, position, kv)
-        self._check_chain(steps, n, position, slots)
-        if torch.cuda.is_current_stream_capturing():
+    @no_autograd()
+    def draft_masked(self, token, hidden, position, kv, allowed) -> DraftStep:
+        if torch.cuda.is_current_stream_capturing() or len(kv) > 1:
+            token, position, kv, _ = self._on_device(token, position, kv)
             with self._stream():
-                return super().chain(steps, token, hidden, position, self._on_device(kv), slots)
-        return self._replay(steps, token, hidden, position, kv, slots, stops=True)
+                return super().draft_masked(token, hidden, position, kv, allowed)
+        n = self._check_rows(token, hidden, position, kv)
+        self._check_allowed(allowed, n)
+        slots = next(iter(kv.values())).slot[None]
+        return _only_step(self._replay(1, token, hidden, position, kv, slots, stops=False, allowed=allowed))
+
+    @no_autograd()
+    def logits(self, token, hidden, position, kv) -> tuple[torch.Tensor, torch.Tensor]:
+        self._check_rows(token, hidden, position, kv)
+        token, position, kv, _ = self._on_device(token, position, kv)
+        with self._stream():
+            return super().logits(token, hidden, position, kv)
+
+    @no_autograd()
+    def context(self, token, hidden, position, kv) -> None:
+        self._check_rows(token, hidden, position, kv)
+        token, position, kv, _ = self._on_device(token, position, kv)
+        with self._stream():
+            super().context(token, hidden, position, kv)
+
+    @no_autograd()
+    def chain(self, steps, token, hidden, position, kv, slots, *, allowed=None) -> DraftChain:
+        n = self._check_rows(token, hidden, position, kv)
+        self._check_allowed(allowed, n)
+        self._check_chain(steps, n, position, slots, kv)
+        if torch.cuda.is_current_stream_capturing():
+            token, position, kv, slots = self._on_device(token, position, kv, slots)
+            with self._stream():
+                return super().chain(steps, token, hidden, position, kv, slots, allowed=allowed)
+        return self._replay(steps, token, hidden, position, kv, slots, stops=True, allowed=allowed)
+
+    def chain_packed(
+        self,
+        steps: int,
+        rows: ChainRows,
+        hidden: torch.Tensor,
+        storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        allowed: torch.Tensor | None = None,
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeUseError(Fault("drafts cannot be read while a graph is captured", where=self.circuit.name))
+        entry, n = "draft" if allowed is None else MASKED, len(rows.tokens)
+        self._count(entry, n)
+        drafts: list[list[int]] = []
+        logprobs: list[list[float]] = []
+        width = _bucket(max(len(blocks.blocks) for blocks in rows.blocks))
+        with torch.cuda.device(self.device):
+            for program, first, count in self._parts(entry, n):
+                sizes = dict.fromkeys(storage, (_bucket(program.rows), width))
+                graph = self._graph(program, steps, storage, sizes, stops=True)
+                part = rows if count == n else ChainRows(*(items[first : first + count] for items in rows))
+                graph.run_packed(part, hidden[first : first + count], None if allowed is None else allowed[first : first + count])
+                ids, scores = graph.read(count)
+                drafts += ids
+                logprobs += scores
+        return drafts, logprobs
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[None]:
@@ -102,33 +157,52 @@ class CudaRunner(CompiledRunner):
         with torch.cuda.device(self.device), tvm_ffi.use_raw_stream(device, stream):
             yield
 
-    def _on_device(self, kv: Caches) -> Caches:
-        """The caches with their table and start where the kernels read them; the rest is staged anyhow."""
-        return {
-            name: cache.__class__(**{**vars(cache), "table": cache.table.to(self.device), "start": cache.start.to(self.device)})
-            for name, cache in kv.items()
-        }
+    def _on_device(self, token, position, kv: Caches, slots=None) -> tuple[Any, ...]:
+        """(token, position, kv, slots) where the kernels read them: integers from the host travel in one copy, which the host
+        does not wait for."""
+        given = [token, position, *([] if slots is None else [slots])]
+        for cache in kv.values():
+            given += [getattr(cache, part) for part in ADDRESSING]
+        host = [tensor for tensor in given if tensor.device.type == "cpu"]
+        if host:
+            packed = torch.empty(sum(tensor.numel() for tensor in host), dtype=torch.int32, pin_memory=True)
+            torch.cat([tensor.reshape(-1) for tensor in host], out=packed)
+            pieces = iter(packed.to(self.device, non_blocking=True).split([tensor.numel() for tensor in host]))
+            given = [next(pieces).view(tensor.shape) if tensor.device.type == "cpu" else tensor for tensor in given]
+        parts = iter(given)
+        token, position, slots = next(parts), next(parts), None if slots is None else next(parts)
+        caches = {name: PagedKV(cache.k, cache.v, *(next(parts) for _ in ADDRESSING)) for name, cache in kv.items()}
+        return token, position, caches, slots
 
-    def _replay(self, steps, token, hidden, position, kv, slots, *, stops: bool) -> DraftChain:
-        n = token.shape[0]
-        self._count("draft", n)
+    def _replay(self, steps, token, hidden, position, kv, slots, *, stops: bool, allowed=None) -> DraftChain:
+        n, entry = token.shape[0], "draft" if allowed is None else MASKED
+        self._count(entry, n)
         made = []
+        # Tables are staged at sizes that are powers of two: a growing context changes them seldom.
+        sizes = {name: (_bucket(cache.table.shape[0]), _bucket(cache.table.shape[1])) for name, cache in kv.items()}
+        storage = {name: (cache.k, cache.v) for name, cache in kv.items()}
         with torch.cuda.device(self.device):
-            for program, first, count in self._parts("draft", n):
-                graph = self._graph(program, steps, kv, stops)
-                made.append(graph.run(first, count, token, hidden, position, kv, slots))
+            for program, first, count in self._parts(entry, n):
+                graph = self._graph(program, steps, storage, sizes, stops)
+                graph.run(first, count, token, hidden, position, kv, slots, allowed)
+                made.append(graph.results(count))
         if len(made) == 1:
             return made[0]
         return DraftChain(*(torch.cat(parts) for parts in zip(*made, strict=True)))
 
-    def _graph(self, program: _Program, steps: int, kv: Caches, stops: bool) -> _Chain:
-        # Tables are staged at sizes that are powers of two: a growing context changes them seldom.
-        sizes = {name: (_bucket(cache.table.shape[0]), _bucket(cache.table.shape[1])) for name, cache in kv.items()}
-        storage = tuple((cache.k.data_ptr(), cache.v.data_ptr(), tuple(cache.k.shape)) for cache in kv.values())
-        key = (program.spec.symbol, steps, stops, tuple(sizes.values()), storage)
+    def _graph(
+        self,
+        program: _Program,
+        steps: int,
+        storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        sizes: dict[str, tuple[int, int]],
+        stops: bool,
+    ) -> _Chain:
+        places = tuple((k.data_ptr(), v.data_ptr(), k.shape) for k, v in storage.values())
+        key = (program.spec.symbol, steps, stops, tuple(sizes.values()), places)
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = _Chain(self, program, steps, kv, sizes, stops)
+            graph = self._graphs[key] = _Chain(self, program, steps, storage, sizes, stops)
             if len(self._graphs) > MOST_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
@@ -143,118 +217,234 @@ class _Chain:
     """
 
     def __init__(
-        self, runner: CudaRunner, program: _Program, steps: int, kv: Caches, sizes: dict[str, tuple[int, int]], stops: bool
+        self,
+        runner: CudaRunner,
+        program: _Program,
+        steps: int,
+        storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        sizes: dict[str, tuple[int, int]],
+        stops: bool,
     ):
         self.runner, self.program, self.steps, self.stops = runner, program, steps, stops
         n, device = program.rows, runner.device
-        shapes: dict[str, tuple[int, ...]] = {"token": (n,), "position": (n,), "slots": (steps, n)}
+        # First what changes with every step of decoding, then what rarely does, then what only a kernel at the start reads
+        # to form `positions` and `lengths`.
+        shapes: dict[str, tuple[int, ...]] = {"token": (n,), "slots": (steps, n), "positions": (steps, n)}
+        shapes |= {f"{name}.lengths": (steps, n) for name in sizes}
+        self.often = sum(torch.Size(shape).numel() for shape in shapes.values())
         for name, (sequences, width) in sizes.items():
-            shapes |= {
-                f"{name}.seq": (n,),
-                f"{name}.length": (n,),
-                f"{name}.start": (sequences,),
-                f"{name}.table": (sequences, width),
-            }
+            shapes |= {f"{name}.table": (sequences, width), f"{name}.seq": (n,), f"{name}.start": (sequences,)}
+        shapes |= {"position": (n,)} | {f"{name}.length": (n,) for name in sizes}
+        self.states = list(sizes)
         self.ints, self.packed = _packed(shapes, device)
         self.host, self.pinned = _packed(shapes, torch.device("cpu"))
+        self.cells = (ctypes.c_int32 * self.pinned.numel()).from_address(self.pinned.data_ptr())
+        self.tables: list[int] | None = None
+        """Versions of the blocks that the staged tables are copies of; None when other calls have written there."""
+        self.ramp = torch.arange(steps, dtype=torch.int32)[:, None]
         self.copied = torch.cuda.Event()
         self.hidden = torch.zeros(n, runner.hidden_size, dtype=TORCH_DTYPES[runner.circuit.act], device=device)
-        self.positions = torch.zeros(steps, n, dtype=torch.int32, device=device)
-        self.lengths = {name: torch.zeros(steps, n, dtype=torch.int32, device=device) for name in sizes}
-        self.drafts = torch.zeros(steps, n, dtype=torch.int32, device=device)
-        self.logprobs = torch.zeros(steps, n, device=device)
-        self.hiddens = [torch.zeros_like(self.hidden) for _ in range(steps)]
         # Drafts and, as the same 32 bits, log-probabilities: one copy takes both to the caller.
-        self.result = torch.zeros(2, n, steps, dtype=torch.int32, device=device)
+        self.result = torch.zeros(2, steps, n, dtype=torch.int32, device=device)
+        self.drafts, self.logprobs = self.result[0], self.result[1].view(torch.float32)
+        self.pinned_result = torch.zeros(2, steps, n, dtype=torch.int32, pin_memory=True)
+        # A grammar's mask is too large for the packed copy.
+        masked = program.spec.entry == MASKED
+        self.allowed = torch.zeros(n, runner.mask_words or 0, dtype=torch.int32, device=device) if masked else None
+        self.prefix = MASKED_OUTPUT if masked else ""
+        self.hiddens = [torch.zeros_like(self.hidden) for _ in range(steps)]
         self.views: dict[tuple[bool, str, torch.Size], torch.Tensor] = {}
-        self.storage = {f"{name}.{part}": getattr(cache, part) for name, cache in kv.items() for part in ("k", "v")}
+        self.storage = {f"{name}.{part}": item for name, pair in storage.items() for part, item in zip("kv", pair, strict=True)}
         self.calls = [self._arguments(step) for step in range(steps)]
-        self.ends = {
-            name: _converted(
-                self.ints["position"], self.ints[f"{name}.length"], self.ints["slots"], self.positions, lengths, stops
-            )
-            for name, lengths in self.lengths.items()
-        }
-        self.ends["end"] = _converted(
-            self.drafts, self.logprobs, self.ints["slots"], self.result[0], self.result[1].view(torch.float32), stops
-        )
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.used = False
+        slots = self.ints["slots"]
+        self.begins = [
+            _converted(self.ints["position"], self.ints[f"{name}.length"], slots, self.ints["positions"], lengths, stops)
+            for name, lengths in ((name, self.ints[f"{name}.lengths"]) for name in self.states)
+        ]
+        self.end = _converted(slots, self.drafts, self.logprobs, stops)
+        self.graphs: dict[bool, torch.cuda.CUDAGraph | None] = {}
 
     def _arguments(self, step: int) -> list[Any]:
         given: dict[tuple[str, str], torch.Tensor] = {
             ("input", "token"): self.drafts[step - 1] if step else self.ints["token"],
             ("input", "hidden"): self.hiddens[step - 1] if step else self.hidden,
-            ("input", "position"): self.positions[step],
-            ("output", "draft"): self.drafts[step],
-            ("output", "logprob"): self.logprobs[step],
+            ("input", "position"): self.ints["positions"][step],
+            ("output", f"{self.prefix}draft"): self.drafts[step],
+            ("output", f"{self.prefix}logprob"): self.logprobs[step],
             ("output", "next_hidden"): self.hiddens[step],
         }
+        if self.allowed is not None:
+            given["input", "allowed"] = self.allowed
         given |= {("state", name): tensor for name, tensor in self.storage.items()}
-        for name, lengths in self.lengths.items():
+        for name in self.states:
             given |= {("state", f"{name}.{part}"): self.ints[f"{name}.{part}"] for part in ("seq", "start", "table")}
-            given |= {("state", f"{name}.length"): lengths[step], ("state", f"{name}.slot"): self.ints["slots"][step]}
+            given |= {("state", f"{name}.length"): self.ints[f"{name}.lengths"][step]}
+            given |= {("state", f"{name}.slot"): self.ints["slots"][step]}
         arguments = list(self.program.args)
         for index, arg in enumerate(self.program.spec.args):
             if (arg.role, arg.name) in given:
                 arguments[index] = tvm_ffi.from_dlpack(given[arg.role, arg.name])
         return arguments
 
-    def run(self, first: int, count: int, token, hidden, position, kv: Caches, slots) -> DraftChain:
-        self._stage(first, count, token, hidden, position, kv, slots)
-        if self.graph is not None:
-            self.graph.replay()
-        elif self.used:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                self._launch()
-            self.graph.replay()
+    def run(self, first: int, count: int, token, hidden, position, kv: Caches, slots, allowed=None) -> None:
+        """Stage and launch; results stay here until the next run."""
+        sources = self._sources(first, count, token, position, kv, slots)
+        formed, masked = all(source.device.type == "cpu" for source in sources.values()), self.stops
+        if formed:
+            masked = self._stage_host(count, sources)
         else:
-            self.used = True
-            self._launch()
-        made = self.result[:, :count].clone()
-        return DraftChain(made[0], made[1].view(torch.float32), self.hiddens[-1][:count].clone())
+            self._stage_mixed(count, sources)
+        self.hidden[:count].copy_(hidden[first : first + count])
+        if self.allowed is not None:
+            self.allowed[:count].copy_(allowed[first : first + count])
+        self._replay(formed=formed, masked=masked)
 
-    def _stage(self, first: int, count: int, token, hidden, position, kv: Caches, slots) -> None:
+    def run_packed(self, rows: ChainRows, hidden: torch.Tensor, allowed: torch.Tensor | None) -> None:
+        """As `run`, of plain integers: they go straight into the page-locked memory."""
+        n, count = self.program.rows, len(rows.tokens)
+        idle = [0] * (n - count)
+        ends = [len(slots) for slots in rows.slots]
+        tokens, slots, positions, lengths = [*rows.tokens, *idle], [], [], []
+        if min(ends) >= self.steps:
+            for step in range(self.steps):
+                slots += [written[step] for written in rows.slots] + [-1] * (n - count)
+                positions += [position + step for position in rows.positions] + idle
+                lengths += [before + step + 1 for before in rows.before] + idle
+        else:
+            for step in range(self.steps):
+                live = [step < end for end in ends]
+                slots += [written[step] if on else -1 for written, on in zip(rows.slots, live, strict=True)] + [-1] * (n - count)
+                positions += [position + step if on else 0 for position, on in zip(rows.positions, live, strict=True)] + idle
+                lengths += [before + step + 1 if on else 0 for before, on in zip(rows.before, live, strict=True)] + idle
+        self._await_copy()
+        self.cells[: self.often] = tokens + slots + positions + lengths * len(self.states)
+        self._stage_tables(rows.blocks)
+        self._send()
+        self.hidden[:count].copy_(hidden)
+        if self.allowed is not None:
+            self.allowed[:count].copy_(allowed)
+        self._replay(formed=True, masked=False)
+
+    def _stage_tables(self, blocks: Sequence[Blocks]) -> None:
+        """Tables whose blocks have changed since they were copied."""
+        versions = [item.version for item in blocks]
+        if self.tables is None:
+            for name in self.states:
+                self.host[f"{name}.seq"].copy_(torch.arange(self.program.rows, dtype=torch.int32))
+                self.host[f"{name}.start"].zero_()
+            self.tables = [-1] * self.program.rows
+        if self.tables[: len(versions)] == versions:
+            return
+        for name in self.states:
+            table = self.host[f"{name}.table"]
+            first, width = (table.data_ptr() - self.pinned.data_ptr()) // 4, table.shape[1]
+            for row, item in enumerate(blocks):
+                if self.tables[row] != versions[row]:
+                    self.cells[first + row * width : first + row * width + len(item.blocks)] = item.blocks
+        self.tables[: len(versions)] = versions
+
+    def _sources(self, first: int, count: int, token, position, kv: Caches, slots) -> dict[str, torch.Tensor]:
         last = first + count
         sources = {"token": token[first:last], "position": position[first:last], "slots": slots[:, first:last]}
         for name, cache in kv.items():
             sources |= {f"{name}.seq": cache.seq[first:last], f"{name}.length": cache.length[first:last]}
             sources |= {f"{name}.start": cache.start, f"{name}.table": cache.table}
-        on_host = {name: source for name, source in sources.items() if source.device.type == "cpu"}
-        idle = count < self.program.rows
-        if on_host or idle:
-            # Idle rows write nowhere and see nothing; the packed copy brings their values too.
-            self.copied.synchronize()
-            if idle:
-                self.pinned.zero_()
-                self.host["slots"].fill_(-1)
-            for name, source in on_host.items():
-                self._part(self.host, name, source).copy_(source)
-            self.packed.copy_(self.pinned, non_blocking=True)
-            self.copied.record()
-        rest = [name for name in sources if name not in on_host]
-        if rest:
-            targets = [self._part(self.ints, name, sources[name]) for name in rest]
-            torch._foreach_copy_(targets, [sources[name] for name in rest])  # type: ignore[reportPrivateImportUsage]
-        self.hidden[:count].copy_(hidden[first:last])
+        return sources
 
-    def _part(self, tensors: dict[str, torch.Tensor], name: str, source: torch.Tensor) -> torch.Tensor:
-        """The corner of a staging tensor that `source` fills. Cutting views costs as much as copying into them."""
-        key = (tensors is self.host, name, source.shape)
+    def _stage_host(self, count: int, sources: dict[str, torch.Tensor]) -> bool:
+        """All integers from the host, with what every step reads. Returns whether some row stops before the end."""
+        self._clear(count)
+        for name, source in sources.items():
+            if name != "position" and not name.endswith(".length"):
+                self._part(self.host, name, source.shape).copy_(source)
+        ragged = self.stops and any(slot < 0 for row in sources["slots"].tolist() for slot in row)
+        stopped = sources["slots"] < 0 if ragged else None
+        for name in ("position", *(f"{name}.length" for name in self.states)):
+            ramped = self._part(self.host, f"{name}s", torch.Size((self.steps, count)))
+            torch.add(sources[name], self.ramp, out=ramped)
+            if stopped is not None:
+                ramped.masked_fill_(stopped, 0)
+        self._send()
+        return ragged
+
+    def _stage_mixed(self, count: int, sources: dict[str, torch.Tensor]) -> None:
+        """Some or all integers on the device already; a kernel forms what every step reads."""
+        on_host = {name: source for name, source in sources.items() if source.device.type == "cpu"}
+        if on_host or count < self.program.rows:
+            self._clear(count)
+            for name, source in on_host.items():
+                self._part(self.host, name, source.shape).copy_(source)
+            self._send()
+        rest = [name for name in sources if name not in on_host]
+        targets = [self._part(self.ints, name, sources[name].shape) for name in rest]
+        torch._foreach_copy_(targets, [sources[name] for name in rest])  # type: ignore[reportPrivateImportUsage]
+
+    def _clear(self, count: int) -> None:
+        """Rows without work write nowhere and see nothing."""
+        self._await_copy()
+        self.tables = None
+        if count < self.program.rows:
+            self.pinned.zero_()
+            self.host["slots"].fill_(-1)
+
+    def _await_copy(self) -> None:
+        """The copy before has left the page-locked memory; as a rule it has long since."""
+        if not self.copied.query():
+            self.copied.synchronize()
+
+    def _send(self) -> None:
+        self.packed.copy_(self.pinned, non_blocking=True)
+        self.copied.record()
+
+    def _part(self, tensors: dict[str, torch.Tensor], name: str, shape: torch.Size) -> torch.Tensor:
+        """The corner of a staging tensor that a tensor of `shape` fills. Cutting views costs as much as copying into them."""
+        key = (tensors is self.host, name, shape)
         view = self.views.get(key)
         if view is None:
-            view = self.views[key] = tensors[name][tuple(slice(size) for size in source.shape)]
+            view = self.views[key] = tensors[name][tuple(slice(size) for size in shape)]
         return view
 
-    def _launch(self) -> None:
+    def _replay(self, *, formed: bool, masked: bool) -> None:
+        """formed: positions and lengths are there; masked: some rows may have stopped. Recorded at the second use."""
+        key = (formed, masked)
+        graph = self.graphs.get(key)
+        if graph is not None:
+            return graph.replay()
+        if key not in self.graphs:
+            self.graphs[key] = None
+            return self._launch(*key)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._launch(*key)
+        self.graphs[key] = graph
+        graph.replay()
+
+    def _launch(self, formed: bool, masked: bool) -> None:
         begin, end = self.runner.chain_functions
         with self.runner._stream():
-            for name in self.lengths:
-                begin(*self.ends[name])
+            if not formed:
+                for arguments in self.begins:
+                    begin(*arguments)
             for arguments in self.calls:
                 self.program.call(*arguments)
-            end(*self.ends["end"])
+            if masked:
+                end(*self.end)
+
+    def results(self, count: int) -> DraftChain:
+        """Fresh tensors."""
+        made = self.result[:, :, :count].clone()
+        return DraftChain(made[0].T, made[1].view(torch.float32).T, self.hiddens[-1][:count].clone())
+
+    def read(self, count: int) -> tuple[list[list[int]], list[list[float]]]:
+        """(drafts, logprobs) on the host: waits for the chain."""
+        self.pinned_result.copy_(self.result, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        drafts, logprobs = self.pinned_result[:, :, :count].transpose(1, 2).unbind()
+        return drafts.tolist(), logprobs.view(torch.float32).tolist()
+
+
+def _only_step(chain: DraftChain) -> DraftStep:
+    return DraftStep(chain.drafts[:, 0], chain.logprobs[:, 0], chain.next_hidden)
 
 
 def _converted(*arguments: torch.Tensor | bool) -> list[Any]:

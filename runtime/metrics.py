@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from .pool import Ledger
 
 
 @dataclass
 class Metrics:
-    """Counters of one proposer since it was made (or `reset`).
+    """Counters of one proposer since it was made (or `reset`), and its pool as it is now.
 
     A *draft* is one sequence in one verify that had at least one drafted token, as vLLM counts it.
     """
@@ -23,6 +26,11 @@ class Metrics:
     refusals: Counter[str] = field(default_factory=Counter)
     """Reason to count: sequences that got no draft, or calls that wrote no rows, without an error."""
     peak_blocks: int = 0
+    paths: Counter[str] = field(default_factory=Counter)
+    """How proposes ran (`DraftRunner.serves`): n-row, split, single, reference."""
+    skipped_rows: int = 0
+    """Rows that were never handed over before a later one was written: holes, which cost accepted length."""
+    ledger: Callable[[], Ledger] | None = field(default=None, repr=False, compare=False)
 
     @property
     def mean_accepted_length(self) -> float:
@@ -51,13 +59,15 @@ class Metrics:
     def snapshot(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return {
-            **{name: value for name, value in vars(self).items() if name != "refusals"},
+            **{name: value for name, value in vars(self).items() if name not in ("refusals", "paths", "ledger")},
             "accepted_per_position": list(self.accepted_per_position),
             "drafted_per_position": list(self.drafted_per_position),
             "refusals": dict(self.refusals),
+            "paths": dict(self.paths),
+            "pool": asdict(self.ledger()) if self.ledger else None,
             "mean_accepted_length": self.mean_accepted_length,
             "acceptance": self.acceptance,
         }
 
     def reset(self) -> None:
-        self.__init__()  # type: ignore[misc]
+        self.__init__(ledger=self.ledger)  # type: ignore[misc]

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-import ctypes
+import logging
 import math
-import operator
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
-from typing import NoReturn
+from typing import Any, cast
 
 import torch
 
 from circuitgraph.errors import Fault, RuntimeUseError, did_you_mean
-from circuitgraph.ops import PagedKV
 
+from . import drafting
+from .batch import Batch
+from .carried import CarriedKV
+from .device_form import DeviceForm, outcome, settled, started
+from .draft_binding import DraftBinding, bind_draft, reasons_against
+from .grammar import Bitmask, Grammar, Grammars
 from .metrics import Metrics
+from .mtp_checks import Checks
 from .pool import BlockPool
 from .proposer import DraftProposer, Hiddens
-from .runner import DraftChain, DraftRunner, no_autograd
-from .state import MtpProposerState, ProposerState
-from .trim import TRIM, rows_missing
+from .runner import DraftRunner, no_autograd
+from .state import DEFERRED, MtpProposerState, ProposerState, Unsettled
+from .trim import TRIM
+
+log = logging.getLogger("circuitgraph.runtime")
 
 REFERENCE_BATCH = 64
 """What `propose_batch_max` says of a runner without compiled widths, which takes any number of rows."""
 
 
-class MtpProposer(DraftProposer):
+class MtpProposer(Checks, DraftProposer):
     """Drafts with a `DraftRunner`, KV rows in a `BlockPool`. See `DraftProposer` for the contract.
 
     Args:
@@ -41,17 +49,20 @@ class MtpProposer(DraftProposer):
     def __init__(self, runner: DraftRunner, pool: BlockPool, *, trim: str = "exact"):
         if trim not in TRIM:
             raise RuntimeUseError(Fault(f"no trim policy '{trim}'", hint=did_you_mean(trim, TRIM)))
-        if runner.block_size not in (None, pool.block_size):
-            expected, got = str(runner.block_size), str(pool.block_size)
-            raise RuntimeUseError(Fault("programs were compiled for another block size", expected=expected, got=got))
-        runner.check_storage(pool.storage)
+        _check_pool(runner, pool)
         pool.claim(self)
         self.runner = runner
         self.pool = pool
         self.trim = trim
-        self.metrics = Metrics()
-        self._batch = _Batch(runner, pool)
-        self._lock = runner.lock
+        self.metrics = Metrics(ledger=lambda: pool.ledger)
+        self._own = runner
+        self._batch = Batch(runner, pool)
+        self._device = DeviceForm(self._batch, trim)
+        self._bitmask: Bitmask | None = None
+        self._warned = False
+        self._deferred: tuple[MtpProposerState, torch.Tensor] | None = None
+        self._carried: set[CarriedKV] = set()
+        self._lock = _Locks(self._batch)
 
     # -- lives -------------------------------------------------------------------------------------------------
 
@@ -75,8 +86,67 @@ class MtpProposer(DraftProposer):
             if mine.freed:
                 return
             self.pool.close(mine.lease)
+            self._device.release(mine)
+            mine.clear()
             mine.freed = True
-            mine.rows, mine.last_pair_key, mine.last_drafts, mine.pending_catchup = 0, None, [], 0
+
+    # -- carrying KV over a turn -------------------------------------------------------------------------------
+
+    def take_drafter_kv(self, state: ProposerState) -> CarriedKV | None:
+        with self._lock:
+            mine = self._mine(state)
+            self._check_settled(mine)
+            if not mine.rows:
+                return None
+            self.pool.shrink(mine.lease, mine.rows)
+            history = mine.history
+            carried = CarriedKV(self, self.runner.model_digest(), tuple(self.pool.lend(mine.lease)), history, history.digest())
+            self._carried.add(carried)
+            self._device.release(mine)
+            mine.clear()
+            return carried
+
+    def install_drafter_kv(self, state: ProposerState, carried: CarriedKV, *, prefix: Sequence[int] | None = None) -> bool:
+        with self._lock:
+            mine = self._mine(state)
+            self._check_settled(mine)
+            given = None if prefix is None else self._ids(prefix)
+            reason, rows = self._carries(mine, carried, given)
+            if reason:
+                self.metrics.refusals[f"carry_{reason}"] += 1
+                return False
+            self._carried.remove(carried)
+            self.pool.adopt(mine.lease, carried.blocks)
+            self.pool.shrink(mine.lease, rows)
+            mine.history = carried.history
+            mine.history.keep(rows)
+            if given is not None:
+                mine.history.read(mine.history.common(given), [])
+            mine.next_token = mine.next_position
+            return True
+
+    def _carries(self, state: MtpProposerState, carried: CarriedKV, prefix: list[int] | None) -> tuple[str | None, int]:
+        """Why the KV cannot go into the state, or how many of its rows may."""
+        if not isinstance(carried, CarriedKV) or carried.owner is not self:
+            return "owner", 0
+        if carried not in self._carried:
+            return "gone", 0
+        if state.rows or state.lease.blocks:
+            return "occupied", 0
+        if carried.model != self.runner.model_digest():
+            return "model", 0
+        if carried.digest != carried.history.digest():
+            return "digest", 0
+        rows = carried.rows if prefix is None else carried.history.vouched(carried.history.common(prefix))
+        return (None, rows) if rows else ("prefix", 0)
+
+    def free_drafter_kv(self, carried: CarriedKV) -> None:
+        with self._lock:
+            if carried not in self._carried:
+                got = "one that went back before" if getattr(carried, "owner", None) is self else f"{carried!r}"
+                self._refuse("is not on loan from this pool", "carried", "what take_drafter_kv gave", got)
+            self._carried.remove(carried)
+            self.pool.free(carried.blocks)
 
     # -- context -----------------------------------------------------------------------------------------------
 
@@ -87,11 +157,25 @@ class MtpProposer(DraftProposer):
             given, wanted = len(hiddens), len(prompt_tokens) - 1
             if wanted < 0 or given not in (wanted, wanted + 1):
                 self._refuse("prompt and hiddens do not go together", "hiddens", f"{wanted} or {wanted + 1} rows", str(given))
-            return self._append([prompt_tokens[1:]], [hiddens[:wanted]], [first_pos + 1], [mine])
+            self._check_tokens(prompt_tokens[:1])
+            refusals = self.metrics.refusals["pool_exhausted"]
+            written = self._append([prompt_tokens[1:]], [hiddens[:wanted]], [first_pos + 1], [mine])
+            if refusals == self.metrics.refusals["pool_exhausted"]:
+                mine.read(first_pos, prompt_tokens)  # the first token, too
+            return written
 
     def prefill_hidden_rows(self, max_seq_len: int) -> int:
         limit = self.runner.max_position
         return max_seq_len if limit is None else min(max_seq_len, limit)
+
+    def prefill_uses_shared_buffers(self) -> bool:
+        return False  # programs have a workspace of their own
+
+    def needs_comm(self) -> bool:
+        return False  # the forward runs whole on one device
+
+    def block_gamma(self) -> int | None:
+        return None
 
     def catchup_drafter(self, tokens: Sequence[int], hiddens: Hiddens, row_base: int, pos_base: int, state: ProposerState) -> int:
         with self._lock:
@@ -137,21 +221,21 @@ class MtpProposer(DraftProposer):
         ]
         if sum(counts) < sum(len(ids) for ids in tokens):
             self.metrics.refusals["position_limit"] += 1
-        if not any(counts):
-            return 0
         held = [len(state.lease.blocks) for state in states]
-        if not self._reserve(states, counts):
-            return 0
-        try:
-            self._batch.context(tokens, hiddens, first_pos, states, counts)
-        except BaseException:
-            self._give_back(states, held)
-            raise
-        for count, first, state in zip(counts, first_pos, states, strict=True):
+        if any(counts):
+            if not self._reserve([(state, state.rows + count) for state, count in zip(states, counts, strict=True)]):
+                return 0
+            try:
+                self._batch.context(tokens, hiddens, first_pos, states, counts)
+            except BaseException:
+                self._give_back(states, held)
+                raise
+        for ids, count, first, state in zip(tokens, counts, first_pos, states, strict=True):
+            if ids:
+                state.read(first, ids)
             if count:
-                state.rows += count
-                state.last_pair_key = first + count - 2
-                state.pending_catchup = max(state.pending_catchup - count, 0)
+                self._skip(state, first)
+                state.history.append(first, count)
         self.metrics.context_rows += sum(counts)
         return sum(counts)
 
@@ -160,35 +244,59 @@ class MtpProposer(DraftProposer):
     def propose(
         self,
         last_token: int,
-        target_hidden: torch.Tensor,
+        target_hidden: torch.Tensor | None,
         position: int,
         num_drafts: int,
         state: ProposerState,
         *,
+        grammar: Grammar | None = None,
+        stop_confidence: float | None = None,
         stop_ids: Collection[int] = (),
+        draft_embed_target: torch.Tensor | None = None,
+        target_hidden_stack: torch.Tensor | None = None,
     ) -> list[int]:
         with self._lock:
             mine = [self._mine(state)]
             if self.runner.serves(1) is None:
-                self._refuse(
-                    "the runner has no draft programs", "runner", "a program for one row", f"widths {self.runner.widths}"
-                )
-            return self._propose(self._ids([last_token]), [target_hidden], [position], num_drafts, mine, stop_ids, None)[0]
+                widths = f"widths {self.runner.widths}"
+                self._refuse("the runner has no draft programs", "runner", "a program for one row", widths)
+            hidden = self._one_hidden(target_hidden, target_hidden_stack)
+            self._check_threshold(stop_confidence)
+            self._check_row(draft_embed_target, self.runner.embed_size)
+            if grammar is not None and draft_embed_target is not None:
+                got, hint = "both", "Where nothing is allowed there is no draft, and nobody looks at a deferred one."
+                self._refuse("does not go with a grammar", "draft_embed_target", "one of the two", got, hint)
+            call = drafting.Call([], [], self._ids([last_token]), cast(Hiddens, [hidden]), [position], [], stop_ids=stop_ids)
+            call.grammars = self._grammars([grammar], num_drafts)
+            if stop_confidence is not None:
+                call.stop_logprob = math.log(stop_confidence) if stop_confidence else -math.inf
+            call.embed_target = draft_embed_target
+            return self._propose(call, mine, num_drafts, None)[0]
 
     def propose_batch(
         self,
-        last_tokens: Sequence[int],
+        last_tokens: Sequence[int] | torch.Tensor,
         target_hiddens: Hiddens,
-        positions: Sequence[int],
+        positions: Sequence[int] | torch.Tensor,
         num_drafts: int,
         states: Sequence[ProposerState],
         *,
+        grammars: Sequence[Grammar | None] | None = None,
         stop_ids: Collection[int] = (),
         out_confidence: list[list[float]] | None = None,
-    ) -> list[list[int]] | None:
+        accepted: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> list[list[int]] | torch.Tensor | None:
         with self._lock:
-            self._same_length(last_tokens=last_tokens, target_hiddens=target_hiddens, positions=positions, states=states)
+            lists = {"last_tokens": last_tokens, "target_hiddens": target_hiddens, "positions": positions, "states": states}
+            lists |= {} if grammars is None else {"grammars": grammars}
+            self._same_length(**lists)
             mine = self._all_mine(states)
+            if out is not None:
+                extras = {"grammars": grammars, "stop_ids": stop_ids or None, "out_confidence": out_confidence}
+                return self._propose_on_device(last_tokens, target_hiddens, positions, num_drafts, mine, accepted, out, extras)
+            if accepted is not None:
+                self._refuse("belongs to the device form", "accepted", "an out= tensor beside it", "none")
             if not mine:
                 if out_confidence is not None:
                     out_confidence.clear()
@@ -196,89 +304,257 @@ class MtpProposer(DraftProposer):
             if self.runner.serves(len(mine)) is None:
                 self.metrics.refusals["width"] += 1
                 return None
-            tokens = self._ids(last_tokens)
-            return self._propose(tokens, target_hiddens, positions, num_drafts, mine, stop_ids, out_confidence)
+            where = positions.tolist() if isinstance(positions, torch.Tensor) else list(positions)
+            call = drafting.Call([], [], self._ids(last_tokens), target_hiddens, where, [], stop_ids=stop_ids)
+            call.grammars = self._grammars(grammars, num_drafts) if grammars else None
+            return self._propose(call, mine, num_drafts, out_confidence)
 
     @no_autograd()
     def _propose(
         self,
-        last_tokens: Sequence[int],
-        hiddens: Hiddens,
-        positions: Sequence[int],
-        num_drafts: int,
+        call: drafting.Call,
         states: Sequence[MtpProposerState],
-        stop_ids: Collection[int],
+        num_drafts: int,
         out_confidence: list[list[float]] | None,
     ) -> list[list[int]]:
-        self._check_tokens(last_tokens)
-        self._check_hiddens(hiddens)
-        if not isinstance(num_drafts, Integral) or num_drafts < 0:
-            self._refuse("is no number of drafts", "num_drafts", "an int, 0 or more", repr(num_drafts))
-        for state, position in zip(states, positions, strict=True):
-            self._check_settled(state)
+        """`call` has the caller's whole lists; the rows that can draft, and how far, are decided here."""
+        self._check_tokens(call.tokens)
+        self._check_hiddens(call.hiddens)
+        self._check_count(num_drafts)
+        for state, position in zip(states, call.positions, strict=True):
+            if state.unsettled or state.last_drafts:
+                self._check_settled(state)
             self._check_next(state, position)
-        # Which rows draft, and how far; the others stay out of the launch altogether.
-        rows, counts = [], []
-        limit = self.runner.max_position
-        held = [len(state.lease.blocks) for state in states]
-        for row, (state, position) in enumerate(zip(states, positions, strict=True)):
-            count = num_drafts if limit is None else min(num_drafts, limit - position)
-            if num_drafts and count < 1:
-                self.metrics.refusals["position_limit"] += 1
-            elif count:
-                # Fewer drafts where memory ends; without room for one, the refusal is counted.
-                count = max(min(count, self.pool.room(state.lease) - state.rows), 1)
-                if self._reserve([state], [count]):
-                    rows.append(row)
-                    counts.append(count)
+        positions = call.positions
         drafts: list[list[int]] = [[] for _ in states]
         logprobs: list[list[float]] = [[] for _ in states]
-        if rows:
-            everyone = len(rows) == len(states)
-            try:
-                chain = self._batch.chain(
-                    [last_tokens[row] for row in rows],
-                    hiddens if everyone else [hiddens[row] for row in rows],
-                    [positions[row] for row in rows],
-                    [states[row] for row in rows],
-                    counts,
-                )
-                # The chain's one readback.
-                made = zip(rows, counts, chain.drafts.tolist(), chain.logprobs.tolist(), strict=True)
-            except BaseException:
-                self._give_back(states, held)
-                raise
-            for row, count, ids, scores in made:
-                drafts[row], logprobs[row] = _cut(ids[:count], scores[:count], stop_ids)
-        for state, position, ids, scores in zip(states, positions, drafts, logprobs, strict=True):
+        held = [len(state.lease.blocks) for state in states]
+        deferred = None
+        try:
+            tokens = self._choose_rows(call, states, num_drafts)
+            if call.rows:
+                self._count_path(len(call.rows), masked=call.grammars is not None)
+                made = drafting.run(self._batch, call)
+                deferred = made.deferred
+                for row, ids, scores in zip(call.rows, made.ids, made.scores, strict=True):
+                    drafts[row], logprobs[row] = ids, scores
+        except BaseException:
+            self._give_back(states, held)
+            raise
+        finally:
+            if call.grammars:
+                call.grammars.rollback()
+        for row in call.rows:
+            if not drafts[row]:
+                self.metrics.refusals["grammar"] += 1
+        for state, token, position, ids, scores in zip(states, tokens, positions, drafts, logprobs, strict=True):
             state.last_drafts = ids
-            state.last_confidence = _confidence(scores)
+            state.last_scores = scores
+            state.read(position, [token])
+            state.next_token = state.proposed_at = position
             if ids:
-                state.pending_catchup = 0
-                state.rows += len(ids)
-                state.last_pair_key = position - 2 + len(ids)
-                self.pool.shrink(state.lease, state.rows)
+                self._skip(state, position)
+                state.history.append(position, len(ids))
+            self.pool.shrink(state.lease, state.rows)
+        if deferred is not None:
+            self._deferred = (states[0], deferred)
         if out_confidence is not None:
             out_confidence[:] = logprobs
         return [list(ids) for ids in drafts]
 
+    def _choose_rows(self, call: drafting.Call, states: Sequence[MtpProposerState], num_drafts: int) -> list[int]:
+        """Reserve blocks and keep in `call` the rows that draft: the others stay out of the launch altogether.
+
+        Returns the tokens of all rows.
+        """
+        limit, tokens = self.runner.max_position, call.tokens
+        for row, (state, position) in enumerate(zip(states, call.positions, strict=True)):
+            count = num_drafts if limit is None else min(num_drafts, limit - position)
+            if count < 1:
+                self.metrics.refusals["position_limit"] += num_drafts > 0
+                continue
+            rows = state.rows
+            if rows + count > len(state.lease.blocks) * self.pool.block_size:
+                # Fewer drafts where memory ends; without room for one, the refusal is counted.
+                count = max(min(count, self.pool.room(state.lease) - rows), 1)
+                if not self._reserve([(state, rows + count)]):
+                    continue
+            call.rows.append(row)
+            call.counts.append(count)
+            call.states.append(state)
+        if len(call.rows) < len(states):
+            call.tokens = [tokens[row] for row in call.rows]
+            call.hiddens = [call.hiddens[row] for row in call.rows]
+            call.positions = [call.positions[row] for row in call.rows]
+        return tokens
+
+    def _grammars(self, given: Sequence[Grammar | None], num_drafts: int) -> Grammars | None:
+        """The grammars of a call, checked; None when there are none."""
+        if all(item is None for item in given):
+            return None
+        words = self.runner.mask_words
+        if words is None or self.runner.serves(len(given), masked=True) is None:
+            hint = (
+                "Compile with --with draft_masked, or draft without the grammar: the text stays right, fewer drafts are accepted."
+            )
+            self._refuse("no program drafts under a mask", "grammar", "None", "a grammar", hint)
+        if self._bitmask is None or self._bitmask.device != self.runner.device or self._bitmask.words != words:
+            self._bitmask = Bitmask(words, self.runner.device)
+        grammars = Grammars(given, self._bitmask)
+        if grammars.fixed and num_drafts > 1 and not self._warned:
+            self._warned = True
+            log.warning("a fixed mask is held over all draft positions; give the grammar's matcher for a mask of each")
+        return grammars
+
     def propose_batch_max(self) -> int:
         return max(self.runner.widths, default=REFERENCE_BATCH)
+
+    def read_deferred_draft_token(self) -> int:
+        with self._lock:
+            if self._deferred is None:
+                self._refuse("no draft was left on the device", "draft", "a propose with draft_embed_target before", "none")
+            state, token = self._deferred
+            value = int(token)
+            if state.last_drafts[-1:] == [DEFERRED]:
+                state.last_drafts[-1] = value
+            return value
 
     def after_verify(self, num_accepted: int, state: ProposerState) -> None:
         with self._lock:
             mine = self._mine(state)
+            self._check_known(mine)
             drafted = mine.last_num_drafted
-            if not 0 <= num_accepted <= drafted:
-                self._refuse("more drafts accepted than there were", "num_accepted", f"0..{drafted}", str(num_accepted))
-            kept = TRIM[self.trim](drafted, num_accepted)
-            trimmed = drafted - kept
-            mine.rows -= trimmed
-            if mine.last_pair_key is not None:
-                mine.last_pair_key -= trimmed
-            mine.pending_catchup = rows_missing(drafted, num_accepted, kept)
-            mine.last_drafts = []
+            self._check_accepted(num_accepted, drafted)
+            if mine.proposed_at is not None:
+                known = mine.last_drafts[:num_accepted]
+                known = known[: known.index(DEFERRED)] if DEFERRED in known else known
+                mine.read(mine.proposed_at + 1, known)
+                mine.next_token = mine.proposed_at + num_accepted + 1
+            mine.history.keep(mine.rows - drafted + cast(int, TRIM[self.trim](drafted, num_accepted)))
+            mine.last_drafts, mine.proposed_at = [], None
+            self.pool.shrink(mine.lease, mine.rows)
             self.metrics.count_verify(drafted, num_accepted)
+
+    # -- the device form ---------------------------------------------------------------------------------------
+
+    @no_autograd()
+    def _propose_on_device(
+        self,
+        last_tokens: Sequence[int] | torch.Tensor,
+        hiddens: Hiddens,
+        positions: Sequence[int] | torch.Tensor,
+        num_drafts: int,
+        states: list[MtpProposerState],
+        accepted: torch.Tensor | None,
+        out: torch.Tensor,
+        extras: Mapping[str, Any],
+    ) -> torch.Tensor | None:
+        for name, value in extras.items():
+            if value is not None:
+                self._refuse("needs the host between drafts, or their readback", name, "nothing of it in the device form", "one")
+        n = len(states)
+        self._check_count(num_drafts)
+        if num_drafts < 1:
+            self._refuse("is no number of drafts", "num_drafts", "1 or more in the device form", str(num_drafts))
+        self._check_ints("out", out, (n, num_drafts))
+        self._check_ints("last_tokens", last_tokens, (n,))
+        if isinstance(positions, torch.Tensor):
+            self._check_ints("positions", positions, (n,))
+        self._check_hiddens(hiddens)
+        waiting = [bool(state.last_drafts) or bool(state.unsettled and not state.unsettled[-1].caught_up) for state in states]
+        if accepted is not None:
+            self._check_ints("accepted", accepted, (n,))
+        elif any(waiting):
+            self._refuse("drafts were verified, with what result?", "accepted", f"int32[{n}]", "None")
+        if not isinstance(positions, torch.Tensor):
+            for state, position in zip(states, positions, strict=True):
+                self._check_next(state, position)
+        if not n:
+            return out
+        path = self.runner.serves(n)
+        if path is None:
+            self.metrics.refusals["width"] += 1
+            return None
+        held = [len(state.lease.blocks) for state in states]
+        counts = []
+        try:
+            for state in states:
+                most = _most_rows(state)
+                count = max(min(num_drafts, self.pool.room(state.lease) - most), 0)
+                if count < 1 or not self._reserve([(state, most + count)]):
+                    self.metrics.refusals["pool_exhausted"] += count < 1
+                    count = 0
+                counts.append(count)
+            if any(counts):
+                self._count_path(n)
+                self._device.propose(
+                    cast(torch.Tensor, last_tokens), hiddens, positions, num_drafts, counts, states, accepted, out
+                )
+            else:
+                self._device.skip(positions, states, accepted)
+                out.fill_(-1)
+        except BaseException:
+            self._give_back(states, held)
+            raise
+        for row, (state, count) in enumerate(zip(states, counts, strict=True)):
+            started(state)
+            place = None if isinstance(positions, torch.Tensor) else positions[row]
+            state.unsettled.append(Unsettled(count, position=place))
+            state.last_scores, state.proposed_at = (), None
+        return out
+
+    @no_autograd()
+    def catchup_accepted(
+        self,
+        tokens: torch.Tensor,
+        hiddens: torch.Tensor,
+        states: Sequence[ProposerState],
+        accepted: torch.Tensor,
+        *,
+        first: int = 1,
+    ) -> bool:
+        with self._lock:
+            self._same_length(tokens=tokens, hiddens=hiddens, states=states, accepted=accepted)
+            mine = self._all_mine(states)
+            n, columns = len(mine), tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.dim() == 2 else -1
+            self._check_ints("tokens", tokens, (n, columns))
+            self._check_ints("accepted", accepted, (n,))
+            if not isinstance(hiddens, torch.Tensor) or hiddens.dim() != 3 or hiddens.shape[1] != columns:
+                self._refuse("do not fit", "hiddens", f"a tensor [{n}, {columns}, H]", repr(getattr(hiddens, "shape", hiddens)))
+            self._check_hiddens(hiddens.flatten(0, 1))
+            if first not in (0, 1):
+                self._refuse("is no first token", "first", "0 or 1", repr(first))
+            for state in mine:
+                if not state.last_drafts and (not state.unsettled or state.unsettled[-1].caught_up):
+                    self._refuse("has no verify to catch up with", "state", "a propose before", "none, or one that was caught up")
+            if not n or not columns:
+                return True
+            held = [len(state.lease.blocks) for state in mine]
+            if not self._reserve([(state, _most_rows(state)) for state in mine]):
+                return False
+            try:
+                self._device.catch_up(tokens, hiddens, mine, accepted, first)
+            except BaseException:
+                self._give_back(mine, held)
+                raise
+            for state in mine:
+                started(state)
+                state.unsettled[-1].caught_up = (first, columns)
+            return True
+
+    def settle(self, states: Sequence[ProposerState], accepted: Sequence[int]) -> None:
+        with self._lock:
+            self._same_length(states=states, accepted=accepted)
+            mine, limit = self._all_mine(states), self.runner.max_position
+            counts = self._ids(accepted)
+            for state, count in zip(mine, counts, strict=True):
+                if not state.unsettled:
+                    self._refuse("has nothing to settle", "state", "a device-form propose before", "none")
+                self._check_accepted(count, outcome(state, limit)[1])
+            for state, count in zip(mine, counts, strict=True):
+                drafted = settled(state, count, self.trim, limit)
+                self.pool.shrink(state.lease, state.most_rows)
+                self.metrics.count_verify(drafted, count)
 
     # -- what a server may ask ---------------------------------------------------------------------------------
 
@@ -298,71 +574,34 @@ class MtpProposer(DraftProposer):
         with self._lock:
             return self._mine(state).last_confidence
 
-    # -- checks ------------------------------------------------------------------------------------------------
+    # -- the forward as a circuit ------------------------------------------------------------------------------
 
-    def _refuse(self, message: str, subject: str, expected: str, got: str) -> NoReturn:
-        raise RuntimeUseError(Fault(message, where="MtpProposer", subject=subject, expected=expected, got=got))
+    def circuit_draft(
+        self, config: Any, levers: Mapping[str, Any] | None = None, *, reasons: list[str] | None = None
+    ) -> DraftBinding | None:
+        with self._lock:
+            against = reasons_against(self._own, config, levers or {})
+            if reasons is not None:
+                reasons[:] = against
+            manifest = getattr(self._own, "manifest", None)
+            return None if against else bind_draft(self._own, self.pool, manifest.family if manifest else "")
 
-    def _mine(self, state: ProposerState, *, freed_too: bool = False) -> MtpProposerState:
-        if not isinstance(state, MtpProposerState) or state.owner is not self:
-            owner = getattr(state, "owner", None)
-            self._refuse("belongs to another proposer", "state", f"one made by {self!r}", f"one of {owner!r}")
-        if state.freed and not freed_too:
-            self._refuse("was freed", "state", "a live state", "a freed one")
-        return state
+    def set_circuit_draft(self, runner: DraftRunner | None) -> None:
+        with self._lock:
+            other = self._own if runner is None else runner
+            _check_pool(other, self.pool)
+            for what in ("facts", "dtypes", "states"):
+                have, wanted = (getattr(each.circuit, what) for each in (other, self._own))
+                if have != wanted:
+                    self._refuse("computes other rows", f"runner's {what}", str(wanted), str(have))
+            self.runner = self._batch.runner = other
 
-    def _all_mine(self, states: Sequence[ProposerState]) -> list[MtpProposerState]:
-        mine = [self._mine(state) for state in states]
-        if len({id(state) for state in mine}) != len(mine):
-            self._refuse("one sequence cannot be in a batch twice", "states", "distinct states", "a state listed twice")
-        return mine
+    # -- memory ------------------------------------------------------------------------------------------------
 
-    def _same_length(self, **lists: Sequence | torch.Tensor) -> None:
-        lengths = {name: len(items) for name, items in lists.items()}
-        if len(set(lengths.values())) > 1:
-            got = ", ".join(f"{name} {length}" for name, length in lengths.items())
-            self._refuse("lists of unequal length", "batch", "one item a sequence", got)
-
-    def _check_settled(self, state: MtpProposerState) -> None:
-        """Unverified rows would become context for good."""
-        if state.last_drafts:
-            self._refuse("drafts are waiting for after_verify", "state", "after_verify first", f"{state.last_drafts} unverified")
-
-    def _check_next(self, state: MtpProposerState, position: int) -> None:
-        """The row of the token at `position` has pair key position - 1, which must be newer than every row's."""
-        lowest = state.next_position
-        if position < lowest:
-            self._refuse("that position has a row already, or no token before it", "position", f"{lowest} or more", str(position))
-
-    def _ids(self, tokens: Sequence[int]) -> list[int]:
-        """Tokens as plain integers: of a list, an array or a tensor."""
-        values = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # type: ignore[attr-defined]
-        try:
-            return [operator.index(token) for token in values]
-        except TypeError:
-            self._refuse("are not integers in a row", "tokens", "a sequence of ints", repr(tokens)[:80])
-
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        vocab = self.runner.vocab_size
-        for token in tokens:
-            if not 0 <= token < vocab:
-                self._refuse("token outside the vocabulary", "token", f"0..{vocab - 1}", str(token))
-
-    def _check_hiddens(self, hiddens: Hiddens) -> None:
-        size, device = self.runner.hidden_size, self.runner.device
-        for row in [hiddens] if isinstance(hiddens, torch.Tensor) else hiddens:
-            dims = 2 if row is hiddens else 1
-            if not isinstance(row, torch.Tensor):
-                self._refuse("do not fit", "hiddens", "tensors", type(row).__name__)
-            if row.dim() != dims or row.shape[-1] != size or not row.is_floating_point() or row.device != device:
-                shape = "rows, " if dims == 2 else ""
-                got = f"{row.dtype}{list(row.shape)} on {row.device}"
-                self._refuse("do not fit", "hiddens", f"float[{shape}{size}] on {device}", got)
-
-    def _reserve(self, states: Sequence[MtpProposerState], counts: Sequence[int]) -> bool:
-        """Blocks for `counts` more rows: all or, counted and returning False, none."""
-        if not self.pool.grow([(state.lease, state.rows + count) for state, count in zip(states, counts, strict=True)]):
-            self.metrics.refusals["pool_exhausted"] += len(states)
+    def _reserve(self, needs: Sequence[tuple[MtpProposerState, int]]) -> bool:
+        """Blocks for so many rows of each: all or, counted and returning False, none."""
+        if not self.pool.grow([(state.lease, rows) for state, rows in needs]):
+            self.metrics.refusals["pool_exhausted"] += len(needs)
             return False
         self.metrics.peak_blocks = max(self.metrics.peak_blocks, self.pool.held)
         return True
@@ -372,110 +611,43 @@ class MtpProposer(DraftProposer):
         for state, blocks in zip(states, held, strict=True):
             self.pool.shrink(state.lease, blocks * self.pool.block_size)
 
+    # -- counting ----------------------------------------------------------------------------------------------
 
-def _cut(ids: list[int], scores: list[float], stop_ids: Collection[int]) -> tuple[list[int], list[float]]:
-    """Drafts up to and with the first stop id."""
-    for index, token in enumerate(ids):
-        if token in stop_ids:
-            return ids[: index + 1], scores[: index + 1]
-    return ids, scores
+    def _count_path(self, n: int, *, masked: bool = False) -> None:
+        path = self.runner.serves(n, masked=True) if masked else self.runner.serves(n)
+        self.metrics.paths[str(path)] += 1
 
-
-def _confidence(logprobs: Sequence[float]) -> float | None:
-    measured = [value for value in logprobs if not math.isnan(value)]
-    return math.exp(min(measured)) if measured else None
+    def _skip(self, state: MtpProposerState, position: int) -> None:
+        """A row at `position` comes next: rows before it that a sequence with rows lacks will never be there."""
+        if state.rows:
+            self.metrics.skipped_rows += max(position - state.next_position, 0)
 
 
-class _Column:
-    """A growing int32 tensor written like a list: filling it from Python integers allocates nothing on the host."""
+class _Locks:
+    """The proposer's own lock, and that of the runner in use: staging memory is the runner's, and several may share it."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self._resize(64)
+    def __init__(self, batch: Batch):
+        self._batch, self._own = batch, threading.RLock()
+        self._entered: list[Any] = []
 
-    def _resize(self, size: int) -> None:
-        self._views: dict[int, torch.Tensor] = {}
-        self._host = torch.zeros(size, dtype=torch.int32)
-        self._cells = (ctypes.c_int32 * size).from_address(self._host.data_ptr())
+    def __enter__(self) -> None:
+        self._own.acquire()
+        lock = self._batch.runner.lock
+        lock.acquire()
+        self._entered.append(lock)
 
-    def fill(self, values: Sequence[int]) -> torch.Tensor:
-        """The values as int32[len(values)] on the device, valid until the next fill."""
-        count = len(values)
-        if count > len(self._cells):
-            self._resize(2 * count)
-        self._cells[:count] = values
-        view = self._views.get(count)
-        if view is None:
-            view = self._host[:count]
-            if count <= 64:  # the sizes of drafting, which come again with every step
-                self._views[count] = view
-        return view.to(self.device)
+    def __exit__(self, *exception: object) -> None:
+        self._entered.pop().release()
+        self._own.release()
 
 
-class _Batch:
-    """Builds a call's tensors from states, in memory that is kept from call to call, and runs it."""
-
-    def __init__(self, runner: DraftRunner, pool: BlockPool):
-        self.runner, self.pool = runner, pool
-        columns = [_Column(runner.device) for _ in range(7)]
-        self.token, self.position, self.seq, self.length, self.slot, self.start, self.table = columns
-
-    def chain(
-        self,
-        tokens: Sequence[int],
-        hiddens: Hiddens,
-        positions: Sequence[int],
-        states: Sequence[MtpProposerState],
-        counts: Sequence[int],
-    ) -> DraftChain:
-        """counts[i] drafts for states[i], whose rows have blocks already."""
-        steps = max(counts)
-        rows = [list(self.pool.slots(state.lease, state.rows, count)) for state, count in zip(states, counts, strict=True)]
-        written = [row[step] if step < len(row) else -1 for step in range(steps) for row in rows]
-        slots = self.slot.fill(written).view(steps, len(states))
-        caches = self._caches(states, range(len(states)), [state.rows + 1 for state in states], slots[0])
-        token, position = self.token.fill(tokens), self.position.fill(positions)
-        return self.runner.chain(steps, token, _stacked([hiddens]), position, caches, slots)
-
-    def context(
-        self,
-        tokens: Sequence[Sequence[int]],
-        hiddens: Sequence[Hiddens],
-        first_pos: Sequence[int],
-        states: Sequence[MtpProposerState],
-        counts: Sequence[int],
-    ) -> None:
-        """Append the first counts[i] rows of every sequence, whose blocks are there already."""
-        ids: list[int] = []
-        positions: list[int] = []
-        seq: list[int] = []
-        lengths: list[int] = []
-        slots: list[int] = []
-        for index, (state, count) in enumerate(zip(states, counts, strict=True)):
-            ids += tokens[index][:count]
-            positions += range(first_pos[index], first_pos[index] + count)
-            seq += [index] * count
-            lengths += range(state.rows + 1, state.rows + count + 1)
-            slots += self.pool.slots(state.lease, state.rows, count)
-        hidden = _stacked([rows[:count] for rows, count in zip(hiddens, counts, strict=True) if count])
-        caches = self._caches(states, seq, lengths, self.slot.fill(slots))
-        self.runner.context(self.token.fill(ids), hidden, self.position.fill(positions), caches)
-
-    def _caches(
-        self, states: Sequence[MtpProposerState], seq: Sequence[int], lengths: Sequence[int], slot: torch.Tensor
-    ) -> dict[str, PagedKV]:
-        width = max(len(state.lease.blocks) for state in states)
-        blocks: list[int] = []
-        for state in states:
-            blocks += state.lease.blocks
-            blocks += [0] * (width - len(state.lease.blocks))  # beyond the sequence's length: never read
-        table = self.table.fill(blocks).view(len(states), width)
-        start = self.start.fill([0] * len(states))
-        addressing = (slot, self.seq.fill(seq), table, start, self.length.fill(lengths))
-        return {name: PagedKV(k, v, *addressing) for name, (k, v) in self.pool.storage.items()}
+def _check_pool(runner: DraftRunner, pool: BlockPool) -> None:
+    if runner.block_size not in (None, pool.block_size):
+        expected, got = str(runner.block_size), str(pool.block_size)
+        raise RuntimeUseError(Fault("programs were compiled for another block size", expected=expected, got=got))
+    runner.check_storage(pool.storage)
 
 
-def _stacked(parts: Sequence[Hiddens]) -> torch.Tensor:
-    """All hiddens as one [n, H]; a single tensor is passed on as it is."""
-    tensors = [part if isinstance(part, torch.Tensor) else torch.stack(list(part)) for part in parts]
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+def _most_rows(state: MtpProposerState) -> int:
+    """Rows at most once the last verify is accounted for, wherever its accept count is."""
+    return state.rows + 1 if state.last_drafts else state.most_rows

@@ -6,8 +6,9 @@ never move or grow, so compiled programs and device graphs may keep their addres
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -38,11 +39,16 @@ class Ledger:
         return self.free + self.held + self.loaned == self.total and 0 <= self.promised <= self.free
 
 
+_VERSIONS = itertools.count(1)
+
+
 class Lease:
     """The blocks of one sequence, in row order, and how many the pool has promised it. Made by `BlockPool.open`."""
 
     def __init__(self, promised: int):
         self.blocks: list[int] = []
+        self.version = 0
+        """Of `blocks`: who copied them knows by it whether the copy is still true."""
         self.promised = promised
 
     @property
@@ -123,6 +129,11 @@ class BlockPool:
         """Blocks that `rows` rows of one sequence take."""
         return -(-rows // self.block_size)
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that a token of a sequence takes, whole blocks apart: it has one row."""
+        return self.bytes_per_row
+
     def bytes_for(self, tokens: int) -> int:
         """Bytes that one sequence of `tokens` tokens takes, rounded up to whole blocks."""
         return self.blocks_for(tokens) * self.bytes_per_block
@@ -147,11 +158,10 @@ class BlockPool:
         beyond = max(len(self._free) - self._promised, 0)
         return (len(self._own(lease).blocks) + lease.outstanding + beyond) * self.block_size
 
-    def slots(self, lease: Lease, first: int, count: int) -> Iterator[int]:
+    def slots(self, lease: Lease, first: int, count: int) -> list[int]:
         """Storage slots (block * block_size + offset) of rows first..first+count-1."""
-        size = self.block_size
-        for row in range(first, first + count):
-            yield lease.blocks[row // size] * size + row % size
+        size, blocks = self.block_size, lease.blocks
+        return [blocks[row // size] * size + row % size for row in range(first, first + count)]
 
     # -- leases ------------------------------------------------------------------------------------------------
 
@@ -202,11 +212,11 @@ class BlockPool:
         if lease in self._leases:
             self.shrink(lease, 0)
             self._leases.remove(lease)
-            self._promised -= lease.promised
+            self._promised -= lease.outstanding
 
     def _set_blocks(self, lease: Lease, blocks: list[int]) -> None:
         before = lease.outstanding
-        lease.blocks = blocks
+        lease.blocks, lease.version = blocks, next(_VERSIONS)
         self._promised += lease.outstanding - before
 
     def _own(self, lease: Lease) -> Lease:
@@ -217,9 +227,15 @@ class BlockPool:
     # -- loans -------------------------------------------------------------------------------------------------
 
     def lend(self, lease: Lease) -> list[int]:
-        """Move the lease's blocks out of it, into the caller's hands (a conversation between two turns)."""
+        """Move the lease's blocks out of it, into the caller's hands (a conversation between two turns).
+
+        What the lease was promised shrinks by as many blocks: nobody else's free blocks can stand in for them.
+        """
         blocks = self._own(lease).blocks
-        self._set_blocks(lease, [])
+        before = lease.outstanding
+        lease.promised -= min(len(blocks), lease.promised)
+        lease.blocks, lease.version = [], next(_VERSIONS)
+        self._promised += lease.outstanding - before
         self._loaned.update(blocks)
         return blocks
 

@@ -11,12 +11,19 @@ Same inputs give the same drafts, whatever else is in the batch of one width. Ca
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .metrics import Metrics
 from .state import ProposerState
+
+if TYPE_CHECKING:
+    from .carried import CarriedKV
+    from .draft_binding import DraftBinding
+    from .grammar import Grammar
+    from .runner import DraftRunner
 
 Hiddens = torch.Tensor | Sequence[torch.Tensor]
 """Target hiddens, one row each: a tensor [n, H] of any strides, or n tensors [H]; any float dtype."""
@@ -49,6 +56,32 @@ class DraftProposer(abc.ABC):
     def free_state(self, state: ProposerState) -> None:
         """Give everything back. Freeing twice does nothing."""
 
+    # -- carrying KV over a turn -------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def take_drafter_kv(self, state: ProposerState) -> CarriedKV | None:
+        """Move the KV out of a state, for a later turn of the conversation; the state is then as freshly allocated.
+
+        Its promise shrinks by the blocks that left. None when there is nothing to carry.
+        """
+
+    @abc.abstractmethod
+    def install_drafter_kv(self, state: ProposerState, carried: CarriedKV, *, prefix: Sequence[int] | None = None) -> bool:
+        """Inverse of `take_drafter_kv`, into an empty state.
+
+        Args:
+            prefix: the tokens of the new turn. Rows beyond what they have in common with the tokens behind the KV are
+                given back: their hiddens saw another text. None: the caller vouches for all rows.
+
+        Returns:
+            False, with nothing changed and `carried` still the caller's, where it cannot go: a state that has rows, KV of
+            another proposer, of other weights or tokens than it says, one that went back before, or no common row.
+        """
+
+    @abc.abstractmethod
+    def free_drafter_kv(self, carried: CarriedKV) -> None:
+        """Give carried KV back to the pool. Raises RuntimeUseError when it went back before."""
+
     # -- context -----------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
@@ -68,6 +101,18 @@ class DraftProposer(abc.ABC):
     @abc.abstractmethod
     def prefill_hidden_rows(self, max_seq_len: int) -> int:
         """How many hidden rows the proposer can use of a sequence that long: the size of a server's capture buffer."""
+
+    @abc.abstractmethod
+    def prefill_uses_shared_buffers(self) -> bool:
+        """Whether a prefill uses the target's scratch memory, so that it must not run while the target does."""
+
+    @abc.abstractmethod
+    def needs_comm(self) -> bool:
+        """Whether the drafter's forward is sharded over ranks, so that it needs the communicator."""
+
+    @abc.abstractmethod
+    def block_gamma(self) -> int | None:
+        """The block size that a block drafter was trained with (it drafts one less); None for other drafters."""
 
     @abc.abstractmethod
     def catchup_drafter(self, tokens: Sequence[int], hiddens: Hiddens, row_base: int, pos_base: int, state: ProposerState) -> int:
@@ -93,18 +138,44 @@ class DraftProposer(abc.ABC):
             Rows written over all sequences; 0 when the pool is exhausted.
         """
 
+    @abc.abstractmethod
+    def catchup_accepted(
+        self,
+        tokens: torch.Tensor,
+        hiddens: torch.Tensor,
+        states: Sequence[ProposerState],
+        accepted: torch.Tensor,
+        *,
+        first: int = 1,
+    ) -> bool:
+        """The device form of `catchup_batch`, after a propose and its verify: writes the rows that the verify left missing.
+
+        Args:
+            tokens: int32[n, m] on the device: the drafts as verified. With first=0, the newest token before them, too, which
+                trim="seed" rebuilds.
+            hiddens: float[n, m, H]: the target's of the token before each.
+            accepted: int32[n] on the device. It counts for the trimming, too: there is no `after_verify`.
+
+        Returns:
+            False, with nothing changed, when the pool is exhausted.
+        """
+
     # -- drafting ----------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def propose(
         self,
         last_token: int,
-        target_hidden: torch.Tensor,
+        target_hidden: torch.Tensor | None,
         position: int,
         num_drafts: int,
         state: ProposerState,
         *,
+        grammar: Grammar | None = None,
+        stop_confidence: float | None = None,
         stop_ids: Collection[int] = (),
+        draft_embed_target: torch.Tensor | None = None,
+        target_hidden_stack: torch.Tensor | None = None,
     ) -> list[int]:
         """Up to `num_drafts` drafts that follow `last_token`.
 
@@ -112,7 +183,13 @@ class DraftProposer(abc.ABC):
             last_token: the newest token, chosen by the target and not fed to it yet.
             target_hidden: [H], the target's hidden that chose it.
             position: sequence position of last_token; its row's pair key is position - 1.
-            stop_ids: a draft among them ends the chain (and is kept).
+            grammar: only tokens that it allows are drafted (see `grammar`). A matcher stands after last_token, and is there
+                again afterwards; a fixed mask holds for every draft position. Where nothing is allowed the chain ends.
+            stop_confidence: a draft whose probability is below it ends the chain, and is kept.
+            stop_ids: a draft among them ends the chain, and is kept.
+            draft_embed_target: a row [H] on the device that receives the last draft's embedding. That draft's id is not read:
+                `state.DEFERRED` stands for it in the result until `read_deferred_draft_token`. Not with a grammar.
+            target_hidden_stack: [layers, H], in place of target_hidden, for drafters that read several layers.
 
         Returns:
             The drafts; fewer near the position limit or where memory has room for fewer, [] when the sequence can't draft
@@ -128,17 +205,43 @@ class DraftProposer(abc.ABC):
         num_drafts: int,
         states: Sequence[ProposerState],
         *,
+        grammars: Sequence[Grammar | None] | None = None,
         stop_ids: Collection[int] = (),
         out_confidence: list[list[float]] | None = None,
-    ) -> list[list[int]] | None:
+        accepted: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> list[list[int]] | torch.Tensor | None:
         """`propose` for n sequences; each weight is read once per draft position.
 
+        The **device form**, with `out`: last_tokens are int32[n] on the device, positions too (or a list), and nothing waits
+        for the device. The host counts with upper bounds until `settle`; near the end of memory that may cost drafts.
+        Positions on the device are not looked at: they must be the ones that follow.
+
         Args:
+            grammars: one a sequence, or None for those without.
+            out: int32[n, num_drafts] on the device, which receives the drafts, -1 where a sequence has none; it is returned.
+            accepted: int32[n] on the device: of each sequence's last propose, unless `catchup_accepted` was told. A
+                sequence without such a propose ignores its number.
             out_confidence: receives, per sequence, the log-probability of each draft.
 
         Returns:
             One list per sequence, [] for one that can't draft now; None where this configuration cannot serve n
             sequences at once (nothing has changed: propose one by one). n == 0 gives [] and runs nothing.
+        """
+
+    @abc.abstractmethod
+    def settle(self, states: Sequence[ProposerState], accepted: Sequence[int]) -> None:
+        """Tell the host what the device knew: the accepted drafts of each sequence's oldest device-form propose.
+
+        It may come late, after further proposes; each call accounts for one propose of each sequence.
+        """
+
+    @abc.abstractmethod
+    def read_deferred_draft_token(self) -> int:
+        """The id of the draft that the last `propose` with `draft_embed_target` left on the device.
+
+        Raises:
+            RuntimeUseError: no draft was left there.
         """
 
     @abc.abstractmethod
@@ -170,3 +273,28 @@ class DraftProposer(abc.ABC):
     @abc.abstractmethod
     def last_confidence(self, state: ProposerState) -> float | None:
         """Smallest top-1 probability among the last propose's drafts, None when there were none."""
+
+    # -- the forward as a circuit ------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def circuit_draft(
+        self, config: Any, levers: Mapping[str, Any] | None = None, *, reasons: list[str] | None = None
+    ) -> DraftBinding | None:
+        """What this proposer's forward is, as a circuit.
+
+        Args:
+            config: the model's, a mapping or an object with attributes.
+            levers: what the server turned on, by name (`draft_binding` knows which); unknown ones are not modelled.
+            reasons: receives why the result is None.
+
+        Returns:
+            None when the circuit is not that forward.
+        """
+
+    @abc.abstractmethod
+    def set_circuit_draft(self, runner: DraftRunner | None) -> None:
+        """Run `runner` (the reference interpreter, say) in place of the own forward from the next call on; None: the own again.
+
+        Raises:
+            RuntimeUseError: a runner of another circuit, KV geometry or device.
+        """

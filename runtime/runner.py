@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import hashlib
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -22,6 +23,8 @@ from circuitgraph.circuit.ir import Circuit, State
 from circuitgraph.errors import Fault, RuntimeUseError
 from circuitgraph.interpreter import interpret
 from circuitgraph.ops import TORCH_DTYPES, PagedKV
+
+from . import device_rows
 
 Caches = Mapping[str, PagedKV]
 
@@ -50,12 +53,36 @@ class DraftChain(NamedTuple):
     next_hidden: torch.Tensor
 
 
+class Blocks(Protocol):
+    """Cache blocks of one sequence; `version` differs whenever they do, from all that any sequence ever had."""
+
+    blocks: list[int]
+    version: int
+
+
+class ChainRows(NamedTuple):
+    """A chain's rows as plain integers, one item each, from a caller that vouches for them.
+
+    tokens, positions: the newest token and its position. before: cache rows before it. slots: where its row and those of
+    the next steps are written; a row stops where they end. blocks: where its cache lies.
+    """
+
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    before: Sequence[int]
+    slots: Sequence[Sequence[int]]
+    blocks: Sequence[Blocks]
+
+
 class DraftRunner(abc.ABC):
     """Runs the entries of one circuit with weights bound. One runner serves one device stream and one thread at a time.
 
     Arguments of the running methods, for n rows: token int32[n], hidden float[n, H] (rounded to the circuit's `act`),
     position int32[n] (sequence position of `token`), kv: state name to `PagedKV` (slot, seq, length int32[n];
     table int32[s, b]; start int32[s]), all on `device`. Results are fresh tensors of the caller's.
+
+    allowed int32[n, mask_words], where it is given, is a grammar's mask: bit c % 32 of word c // 32 is token c, 1 allows
+    it. A row in which nothing is allowed drafts token 0 with log-probability -inf.
 
     Raises, from all of them: RuntimeUseError for wrong shapes or dtypes, and, where the tensors lie in host memory, for
     tokens and positions out of range, before anything runs. Values of device tensors are not looked at: no host sync.
@@ -90,14 +117,22 @@ class DraftRunner(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def serves(self, n: int) -> str | None:
-        """How n draft rows would run: "n-row" (one exact program), "split", "single", "reference"; None: not at all."""
+    def serves(self, n: int, *, masked: bool = False) -> str | None:
+        """How n draft rows would run: "n-row" (one exact program), "split", "single", "reference"; None: not at all.
+
+        masked: with a grammar's mask, which programs of their own serve.
+        """
 
     @property
     def max_position(self) -> int | None:
         """Positions below this have RoPE rows; None without such a limit."""
         rows = [self.weights[f"{table.name}.cos"].shape[0] for table in self.circuit.tables]
         return min(rows) if rows else None
+
+    @property
+    def integers_on(self) -> torch.device:
+        """Where integer arguments lie best."""
+        return self.device
 
     @property
     def hidden_source(self) -> str:
@@ -135,11 +170,41 @@ class DraftRunner(abc.ABC):
         embed = next(node for node in self.circuit.nodes if node.op == "embed")
         return int(self.circuit.types[embed.inputs[1]].shape[0])  # type: ignore[union-attr]
 
+    @cached_property
+    def mask_words(self) -> int | None:
+        """32-bit words of a grammar's mask; None when the circuit takes none."""
+        words = [int(item.type.shape[1]) for item in self.circuit.inputs if item.name == "allowed"]
+        return words[0] if words else None
+
+    def model_digest(self) -> str:
+        """Of the circuit and of the tensors bound to it, as they are now: KV rows of one digest go together.
+
+        Tensors count by where they are and how often they were written, not by their values: it costs microseconds.
+        """
+        facts = (self.circuit.name, self.circuit.dtypes, self.circuit.facts, self.circuit.states)
+        digest = hashlib.sha256(repr(facts).encode())
+        for name, tensor in sorted(self.weights.items()):
+            version = None if tensor.is_inference() else tensor._version
+            digest.update(repr((name, tensor.dtype, tuple(tensor.shape), tensor.data_ptr(), version)).encode())
+        return digest.hexdigest()
+
+    @cached_property
+    def embed_size(self) -> int:
+        """Columns of the drafter's embedding."""
+        embed = next(node for node in self.circuit.nodes if node.op == "embed")
+        return int(self.circuit.types[embed.inputs[1]].shape[1])  # type: ignore[union-attr]
+
     # -- work --------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def draft(self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor, kv: Caches) -> DraftStep:
         """One draft position of n sequences; appends row i at slot[i]."""
+
+    @abc.abstractmethod
+    def draft_masked(
+        self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor, kv: Caches, allowed: torch.Tensor
+    ) -> DraftStep:
+        """As `draft`, of the tokens that `allowed` allows; the log-probability is the one among them."""
 
     @abc.abstractmethod
     def context(self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor, kv: Caches) -> None:
@@ -160,14 +225,17 @@ class DraftRunner(abc.ABC):
         position: torch.Tensor,
         kv: Caches,
         slots: torch.Tensor,
+        *,
+        allowed: torch.Tensor | None = None,
     ) -> DraftChain:
         """`steps` draft positions: each takes the draft and the recycled hidden of the one before, one position on.
 
         slots: int32[steps, n], where step k of row i is written; it stands in for the caches' own `slot`. A row whose
         slot is -1 has stopped: from there on it writes nothing and drafts nothing. The caches' `length` is that of
-        step 0.
+        step 0. `allowed` holds for every step.
         """
         n = self._check_rows(token, hidden, position, kv)
+        self._check_allowed(allowed, n)
         self._check_chain(steps, n, position, slots, kv)
         drafts = torch.full((n, steps), -1, dtype=torch.int32, device=self.device)
         logprobs = torch.full((n, steps), float("nan"), device=self.device)
@@ -177,11 +245,35 @@ class DraftRunner(abc.ABC):
                 name: replace(cache, slot=slots[k], length=(cache.length + k) * live)  # length 0: sees nothing
                 for name, cache in kv.items()
             }
-            step = self.draft(token * live, hidden, (position + k) * live, caches)
+            rows = (token * live, hidden, (position + k) * live, caches)
+            step = self.draft(*rows) if allowed is None else self.draft_masked(*rows, allowed)
             drafts[:, k] = torch.where(live, step.draft, drafts[:, k])
             logprobs[:, k] = torch.where(live, step.logprob, logprobs[:, k])
             token, hidden = step.draft, step.next_hidden
         return DraftChain(drafts, logprobs, hidden)
+
+    def chain_packed(
+        self,
+        steps: int,
+        rows: ChainRows,
+        hidden: torch.Tensor,
+        storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        allowed: torch.Tensor | None = None,
+    ) -> tuple[list[list[int]], list[list[float]]] | None:
+        """As `chain`, with (drafts, logprobs) as lists; what a row has beyond its own slots means nothing. Nothing is checked.
+
+        None from a runner that does not stage integers itself: give `chain` tensors then.
+        """
+        return None
+
+    # The device form's arithmetic. A runner for a device may launch one kernel for each instead of torch's many.
+    place_chain = staticmethod(device_rows.place_chain)
+    place_accepted = staticmethod(device_rows.place_accepted)
+
+    def embed(self, token: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the embedding of `token`, int32[1], to the row `out`, both on `device`. The host waits for nothing."""
+        node = next(node for node in self.circuit.nodes if node.op == "embed")
+        out.copy_(torch.nn.functional.embedding(token.to(self.device), self.weights[node.inputs[1]])[0])
 
     # -- checks that every implementation shares ---------------------------------------------------------------
 
@@ -216,6 +308,13 @@ class DraftRunner(abc.ABC):
             if self.max_position is not None:
                 self._check_range("position", position, self.max_position)
         return n
+
+    def _check_allowed(self, allowed: torch.Tensor | None, n: int) -> None:
+        if allowed is None:
+            return
+        if self.mask_words is None:
+            raise RuntimeUseError(Fault("this program takes no mask", where=self.circuit.name, subject="allowed"))
+        self._check_tensor("allowed", allowed, (n, self.mask_words))
 
     def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
         if tensor.shape != shape or tensor.dtype != torch.int32 or tensor.device != self.device:
@@ -327,12 +426,17 @@ class ReferenceRunner(DraftRunner):
     def context_rows(self) -> tuple[int, ...]:
         return ()
 
-    def serves(self, n: int) -> str | None:
-        return "reference" if n >= 1 else None
+    def serves(self, n: int, *, masked: bool = False) -> str | None:
+        return "reference" if n >= 1 and not (masked and self.mask_words is None) else None
 
     def draft(self, token, hidden, position, kv) -> DraftStep:
         out = self._run("draft", token, hidden, position, kv)
         return DraftStep(out["draft"], out["logprob"], out["next_hidden"])
+
+    def draft_masked(self, token, hidden, position, kv, allowed) -> DraftStep:
+        self._check_allowed(allowed, token.shape[0])
+        out = self._run("draft_masked", token, hidden, position, kv, allowed=allowed)
+        return DraftStep(out["masked_draft"], out["masked_logprob"], out["next_hidden"])
 
     def context(self, token, hidden, position, kv) -> None:
         self._run("context", token, hidden, position, kv)
@@ -342,10 +446,10 @@ class ReferenceRunner(DraftRunner):
         return out["logits"], out["next_hidden"]
 
     @no_autograd()
-    def _run(self, entry: str, token, hidden, position, kv) -> dict[str, torch.Tensor]:
+    def _run(self, entry: str, token, hidden, position, kv, **more: torch.Tensor) -> dict[str, torch.Tensor]:
         self._check_rows(token, hidden, position, kv)
         self.paths["reference"] += 1
-        inputs = {"token": token, "hidden": hidden.to(self._act), "position": position}
+        inputs = {"token": token, "hidden": hidden.to(self._act), "position": position, **more}
         return interpret(self.circuit, inputs=inputs, weights=self.weights, states=kv, entry=entry)
 
 

@@ -80,13 +80,16 @@ def random_cache(circuit: Circuit, lengths: list[int], generator: torch.Generato
 
 
 def random_inputs(circuit: Circuit, rows: int, generator: torch.Generator, positions: int = 64) -> dict[str, torch.Tensor]:
-    """token, hidden and position for `rows` rows; the first row is at position 1, where the mask switch acts."""
+    """token, hidden, position and a grammar's mask for `rows` rows; the first is at position 1, where the mask switch acts."""
     vocabulary = next(int(weight.type.shape[0]) for weight in circuit.weights if weight.name == "embed_tokens")
     width = next(int(item.type.shape[1]) for item in circuit.inputs if item.name == "hidden")  # type: ignore[arg-type]
     position = torch.randint(1, positions, (rows,), generator=generator, dtype=torch.int32)
     position[0] = 1
+    words = torch.randint(-(2**31), 2**31, (rows, -(-vocabulary // 32)), generator=generator)
+    words[:, 0] |= 1 << 5  # something is allowed
     return {
         "token": torch.randint(0, vocabulary, (rows,), generator=generator, dtype=torch.int32),
         "hidden": torch.randn(rows, width, generator=generator).to(TORCH_DTYPES[circuit.act]),
         "position": position,
+        "allowed": words.to(torch.int32),
     }

@@ -26,10 +26,10 @@ TOLERANCE = {"f32": 1e-4, "bf16": 6e-2, "f16": 8e-3}
 
 PLAIN = {"act": "f32", "wt": "bf16", "kv": "f32"}
 CASES = {
-    "plain": ({}, PLAIN, [*(("draft", rows) for rows in (1, 2, 3, 5, 8)), ("logits", 3)]),
+    "plain": ({}, PLAIN, [*(("draft", rows) for rows in (1, 2, 3, 5, 8)), ("logits", 3), ("draft_masked", 3)]),
     "every switch": (EVERYTHING, dict.fromkeys(PLAIN, "f32"), [("draft", 3), ("logits", 1), ("context", 5)]),
     "wide": ({"qk_norm": True}, {**PLAIN, "kv": "bf16"}, [("draft", 17), ("context", 16)]),
-    "bf16": (EVERYTHING, dict.fromkeys(PLAIN, "bf16"), [("draft", 1), ("draft", 4), ("logits", 4)]),
+    "bf16": (EVERYTHING, dict.fromkeys(PLAIN, "bf16"), [("draft", 1), ("draft", 4), ("logits", 4), ("draft_masked", 9)]),
     "f16": ({"attention_gate": True}, dict.fromkeys(PLAIN, "f16"), [("draft", 2), ("logits", 2)]),
 }
 
@@ -104,8 +104,10 @@ def test_every_program_equals_the_reference(compiled: Compiled, seed: int) -> No
         close(compiled.circuit, cache.k, want_cache.k)
         close(compiled.circuit, cache.v, want_cache.v)
         for name, value in want.items():
-            if name != "draft":
+            if value.dtype.is_floating_point:
                 close(compiled.circuit, got[name], value)
+        if "masked_draft" in want:
+            check_masked(compiled.circuit, inputs, weights, cache, got["masked_draft"])
         if "draft" in want:
             # A token may differ only where the reference's own two best are as close as the tolerance.
             scores = interpret(
@@ -114,6 +116,29 @@ def test_every_program_equals_the_reference(compiled: Compiled, seed: int) -> No
             best = scores["logits"].float().amax(1)
             chosen = scores["logits"].float().gather(1, got["draft"].long()[:, None])[:, 0]
             assert (best - chosen <= TOLERANCE[compiled.circuit.act]).all()
+
+
+def check_masked(circuit: Circuit, inputs, weights, cache: PagedKV, token: torch.Tensor) -> None:
+    """Allowed, and among those as good as the best."""
+    columns = torch.arange(weights["lm_head"].shape[0])
+    allowed = (inputs["allowed"][:, columns // 32] >> (columns % 32) & 1) == 1
+    scores = interpret(circuit, outputs=["logits"], inputs=inputs, weights=weights, states={"kv": copy_of(cache)})["logits"]
+    scores = scores.float().masked_fill(~allowed, float("-inf"))
+    assert (scores.amax(1) - scores.gather(1, token.long()[:, None])[:, 0] <= TOLERANCE[circuit.act]).all()
+    assert not torch.equal(token, scores.new_zeros(len(token)).int())
+
+
+def test_nothing_allowed_gives_no_token(compiled: Compiled) -> None:
+    generator = torch.Generator().manual_seed(4)
+    weights = random_weights(compiled.circuit, generator)
+    for entry, rows in compiled.plans:
+        if entry == "draft_masked":
+            cache = random_cache(compiled.circuit, [3] * rows, generator)
+            inputs = random_inputs(compiled.circuit, rows, generator)
+            inputs["allowed"][1] = 0
+            got = compiled.run(entry, inputs, weights, cache)
+            assert (got["masked_draft"][1], got["masked_logprob"][1]) == (0, float("-inf"))
+            assert (got["masked_logprob"][[0, 2]] > float("-inf")).all()
 
 
 def test_nobody_elses_rows_are_written(compiled: Compiled) -> None:

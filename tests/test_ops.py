@@ -108,6 +108,30 @@ def test_ties_go_to_the_lowest_token() -> None:
     torch.testing.assert_close(logprob[1], torch.tensor(1 / 3).log())
 
 
+def masked(logits: list[float], *words: int) -> tuple[int, float]:
+    arguments = [torch.tensor([logits]), torch.tensor([words], dtype=torch.int32)]
+    token, logprob = TABLE["masked_top1"].reference(arguments, {}, CONTEXT)
+    return int(token), float(logprob)
+
+
+def test_a_mask_leaves_the_best_of_what_it_allows() -> None:
+    logits = [5.0, 1.0, 3.0, 3.0]
+    assert masked(logits, 0b1111)[0] == 0
+    token, logprob = masked(logits, 0b1110)
+    assert token == 2, "the lowest of equals"
+    assert logprob == pytest.approx(3.0 - torch.tensor([1.0, 3.0, 3.0]).logsumexp(0).item())
+    assert masked(logits, 0b0010) == (1, pytest.approx(0.0))
+    assert masked(logits, 0) == masked([float("nan")] * 4, -1) == (0, float("-inf"))
+    assert masked([0.0] * 31 + [1.0, 2.0, 0.5], -(2**31), 0b10)[0] == 31, "the sign bit is token 31"
+    assert masked([0.0] * 31 + [1.0, 2.0, 0.5], 0, 0b10)[0] == 33
+
+
+def test_a_mask_without_a_bit_for_every_column_is_refused() -> None:
+    with pytest.raises(TypeRuleError, match="a bit for every column"):
+        TABLE["masked_top1"].infer([TensorType("f32", (2, 33)), TensorType("i32", (2, 1))], {}, CONTEXT)
+    TABLE["masked_top1"].infer([TensorType("f32", (2, 33)), TensorType("i32", (2, 4))], {}, CONTEXT)
+
+
 def test_a_row_that_sees_nothing_attends_to_nothing() -> None:
     _, sample, (q, kv) = sample_of("attention", 0)
     blind = PagedKV(**{**vars(kv), "length": torch.zeros_like(kv.length), "k": kv.k * float("nan")})
@@ -203,4 +227,6 @@ def test_the_interpreter_refuses_what_does_not_fit() -> None:
     assert refusal(weights={**weights, "fc": weights["fc"].T}) == (
         "mtp_dense: fc: has the wrong shape; expected bf16[48, 96]; got [96, 48]"
     )
-    assert refusal(entry=None, outputs=["token"]) == "mtp_dense: no output 'token'. Known: draft, logits, logprob, next_hidden."
+    assert refusal(entry=None, outputs=["token"]) == (
+        "mtp_dense: no output 'token'. Known: draft, logits, logprob, masked_draft, masked_logprob, next_hidden."
+    )

@@ -11,6 +11,9 @@ from .common import notes, out, parse_switches, parse_widths, print_json
 from .options import AsJson, Family, FloatType, Model, PipelineStage, Program, ScheduleFile, Switches, Target, TargetModel
 from .progress import CompileProgress, bar
 
+DEFAULT_ENTRIES = ("draft", "context")
+"""What every shipped program is compiled for when nothing else is said."""
+
 
 def compile_(
     program: Program,
@@ -25,6 +28,10 @@ def compile_(
     context_rows: Annotated[
         str, typer.Option("--context-rows", metavar="4,16,64", help="Chunk sizes of the programs that read prompts.")
     ] = "4,16,64",
+    extra: Annotated[
+        list[str] | None,
+        typer.Option("--with", metavar="ENTRY", help="Also compile an entry on request: draft_masked for grammars; repeatable."),
+    ] = None,
     family: Family = None,
     target_model: TargetModel = None,
     switches: Switches = None,
@@ -62,6 +69,7 @@ def compile_(
         raise typer.BadParameter("say where the artifact goes", param_hint="'-o'")
     if portable and target != "cpu":
         raise typer.BadParameter(f"goes with --target cpu, not with '{target}'", param_hint="'--portable'")
+    entries = [*DEFAULT_ENTRIES, *extra] if extra else None
     rows, chunks = parse_widths(widths), parse_widths(context_rows, "'--context-rows'")
     chosen = parse_switches(switches or [])
 
@@ -82,6 +90,7 @@ def compile_(
             target="cpu:portable" if portable else target,
             widths=rows,
             context_rows=chunks,
+            entries=entries,
             family=family,
             target_model=target_model,
             switches=chosen,
@@ -92,7 +101,7 @@ def compile_(
             overwrite=overwrite,
             dump=dump,
             stop_after=stop_after,
-            observer=CompileProgress(report, lambda circuit: len(work_list(circuit, None, rows, chunks)), len(targets)),
+            observer=CompileProgress(report, lambda circuit: len(work_list(circuit, entries, rows, chunks)), len(targets)),
         )
     if as_json:
         print_json(_record(result))

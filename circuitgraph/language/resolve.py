@@ -15,6 +15,7 @@ from ..circuit.types import DTYPE_BITS, FLOAT_DTYPES, ROWS, StateType, TensorTyp
 from ..errors import Fault, Location, ProgramError, did_you_mean
 from ..ops import TABLE, OpContext, TypeRuleError
 from ..ops.base import REQUIRED, Op
+from ..ops.linear import MASK_BITS
 from .expressions import Arithmetic, Call, Expression, Literal, Ref, Statement, parse_expression
 from .load import Block, Program, When
 from .schema import BlockWeights, InputDecl, SwitchValue, WeightDecl
@@ -312,7 +313,9 @@ class _Resolver:
                 "//": int.__floordiv__,
             }
             return table[expression.operator](left, right)
-        self._fault("a dimension is made of names, integers and + - * //", where, subject=subject)
+        if isinstance(expression, Call) and expression.function == "mask_words" and len(expression.args) == 1:
+            return -(-self._arithmetic(expression.args[0], where, subject) // MASK_BITS)
+        self._fault("a dimension is made of names, integers, + - * // and mask_words()", where, subject=subject)
         raise _Refused
 
     # -- body --------------------------------------------------------------------------------------------------

@@ -140,6 +140,10 @@ def _input(
     shape = kind.with_rows(rows).shape
     if kind.dtype not in ("i32", "i64"):
         return torch.randn(shape, generator=generator).to(TORCH_DTYPES[kind.dtype])  # type: ignore[arg-type]
+    if len(shape) == 2:  # a grammar's mask: any bits, and some token that is allowed
+        words = torch.randint(-(2**31), 2**31, shape, generator=generator)  # type: ignore[arg-type]
+        words[:, 0] |= 1
+        return words.to(TORCH_DTYPES[kind.dtype])
     values = torch.zeros(rows, dtype=TORCH_DTYPES[kind.dtype])
     embeds = [node for node in circuit.consumers(name) if node.op == "embed"]
     if embeds:

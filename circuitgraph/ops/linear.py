@@ -100,3 +100,60 @@ class Top1(Op):
             return [logits.round()]
 
         return [Sample(types, {}), Sample(types, {}, ties)]
+
+
+MASK_BITS = 32
+"""Tokens that one word of a mask stands for."""
+
+
+@register
+class MaskedTop1(Op):
+    """`top1` among the tokens that a bitmask allows: bit c % 32 of word c // 32 is column c, 1 allows it.
+
+    Forbidden columns count for neither result; NaN logits are forbidden, too. Where nothing is allowed: token 0 and
+    log-probability -inf.
+    """
+
+    name = "masked_top1"
+    inputs = ("logits", "allowed")
+
+    @staticmethod
+    def infer(types, attrs, ctx):
+        logits, allowed = types
+        need_float(types, 0)
+        need_rank(logits, (2,), "logits")
+        need_rank(allowed, (2,), "the mask")
+        rows, columns = logits.shape
+        if allowed.dtype != "i32" or allowed.shape[0] != rows or allowed.shape[1] * MASK_BITS < columns:
+            expected = f"i32[{rows}, {-(-columns // MASK_BITS)}]"
+            raise TypeRuleError("a mask has a bit for every column", expected=expected, got=str(allowed))
+        return (TensorType("i32", (rows,)), TensorType("f32", (rows,)))
+
+    @staticmethod
+    def reference(args, attrs, ctx):
+        logits, allowed = args[0].float(), args[1]
+        columns = torch.arange(logits.shape[-1], device=logits.device)
+        bits = allowed[:, columns // MASK_BITS] >> (columns % MASK_BITS).to(torch.int32)
+        seen = ((bits & 1) == 1) & ~logits.isnan()
+        logits = logits.masked_fill(~seen, float("-inf"))
+        best = logits.amax(dim=-1)
+        lost = best == float("-inf")
+        token = torch.where(logits == best[:, None], columns, logits.shape[-1]).amin(dim=-1).masked_fill(lost, 0)
+        # Where nothing is allowed, -inf minus -inf would be NaN.
+        logprob = best - logits.masked_fill(lost[:, None], 0.0).logsumexp(dim=-1)
+        return (token.to(torch.int32), logprob)
+
+    @staticmethod
+    def cost(ins, outs, attrs, context):
+        return Cost(element_cost(ins, outs, 0).bytes, 4 * ins[0].elements())
+
+    @staticmethod
+    def samples(rows):
+        types = (TensorType("f32", (rows, 41)), TensorType("i32", (rows, 2)))
+
+        def some(generator):
+            words = torch.randint(-(2**31), 2**31, (rows, 2), generator=generator)
+            words[:, 0] |= 1 << 7  # something is allowed
+            return [*random_tensors(types[:1], generator), words.to(torch.int32)]
+
+        return [Sample(types, {}, some)]

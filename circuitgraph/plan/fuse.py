@@ -38,6 +38,7 @@ JOIN = ("embed", "zero_at", "rms_norm", "cat")
 PATTERNS = (
     # lm_head, top-1 and log-probability: the logits never reach memory.
     Pattern("head", "linear", prologue=NORMS, epilogue=("top1",), needs=("top1",)),
+    Pattern("head", "linear", prologue=NORMS, epilogue=("masked_top1",), needs=("masked_top1",)),
     # silu(gate) * up in the epilogue of one pass over both weights.
     Pattern("gated", "linear", siblings=True, prologue=NORMS, epilogue=("silu", "mul"), needs=("silu", "mul")),
     # Every other projection, with the norms and the concatenation before it and the residual after it.

@@ -230,14 +230,14 @@ class _Drafting:
         self.seconds += time.perf_counter() - started
         return drafts
 
-    def verified(self, drafts: list[int], accepted: int, hidden: torch.Tensor, position: int) -> None:
-        """hidden: [1 + drafts, H] of the verify; position: of the first draft."""
+    def verified(self, fed: list[int], accepted: int, hiddens: list[torch.Tensor], position: int) -> None:
+        """fed: the newest token, at `position`, and the drafts after it. hiddens: the target's of the token before each."""
         started = time.perf_counter()
         self.proposer.after_verify(accepted, self.state)
-        missing = self.state.pending_catchup
-        if missing:
-            first = accepted - missing
-            self.proposer.catchup_batch([drafts[first:accepted]], [hidden[first:accepted]], [position + first], [self.state])
+        end = accepted + 1
+        first = end - min(self.proposer.rows_behind(self.state, position + end), end)
+        if first < end:
+            self.proposer.catchup_batch([fed[first:end]], [torch.stack(hiddens[first:end])], [position + first], [self.state])
         self.seconds += time.perf_counter() - started
 
 
@@ -257,7 +257,7 @@ def _decode(target: _Target, text: _Text, drafting: _Drafting | None) -> Generat
     text.add(choices)
     stats.prefill_seconds = time.perf_counter() - started
     while not text.ended:
-        position = len(text.ids)
+        last, position = text.ids[-1], len(text.ids) - 1
         drafts = drafting.propose(text, hidden) if drafting else []
         accepted, bonus = accept_greedy(drafts, target.feed(text.feed(drafts), len(drafts) + 1))
         target.drop(len(drafts) - accepted)
@@ -265,7 +265,7 @@ def _decode(target: _Target, text: _Text, drafting: _Drafting | None) -> Generat
         stats.count(len(drafts), accepted)
         if drafting is not None:
             assert target.tap is not None
-            drafting.verified(drafts, accepted, target.tap.hidden[0], position)
+            drafting.verified([last, *drafts], accepted, [hidden, *target.tap.hidden[0]], position)
             hidden = target.tap.hidden[0, accepted]
     if text.streamer is not None:
         text.streamer.end()

@@ -78,9 +78,29 @@ def test_every_kernel_waits_for_those_before_it(switches):
         bodies = kernels_of(source)
         assert len(bodies) >= len(plan.groups)
         for body in bodies:
-            assert body.count("griddepcontrol_launch_dependents();") == body.count("griddepcontrol_wait();") == 1
+            assert body.count("griddepcontrol_wait();") == 1
             assert "return" not in body
         assert source.count("cudaLaunchAttributeProgrammaticStreamSerialization") == len(bodies)
+        # The two ends of a chain let nobody start early: positions and addressing are read before a kernel waits.
+        early = [body.count("griddepcontrol_launch_dependents();") for body in bodies]
+        assert sorted(early) == [0, 0] + [1] * (len(bodies) - 2)
+
+
+STEADY = {"position", "kv_slot", "kv_seq", "kv_start", "kv_length", "kv_table"}
+
+
+@pytest.mark.parametrize("switches", [{}, EVERYTHING])
+def test_only_constants_and_addressing_are_read_before_the_wait(switches):
+    """What kernels before may still be writing is read afterwards: activations, tokens, cache rows."""
+    for circuit in (small_mtp(switches), None):
+        plan = plan_of(circuit) if circuit else aligned()
+        constants = {weight.name.replace(".", "_") for weight in plan.circuit.weights} | {"rope_cos", "rope_sin"}
+        for body in kernels_of(source_of(plan)):
+            early = body.split("griddepcontrol_wait();")[0]
+            read = set(re.findall(r"(?:ld_global\w*|cp_async\w*)\([^;]*?&\(+(?:\(\w+\*\))?(\w+?)_ptr", early))
+            read |= set(re.findall(r"&\((\w+?)_ptr\[", early))
+            local = set(re.findall(r"(?:int|float|uint|uint64_t|ushort|int64_t) (\w+?)_ptr", early))
+            assert {re.sub(r"_\d+$", "", name) for name in read - local} <= constants | STEADY | {""}, read
 
 
 def test_before_sm_90_kernels_are_launched_one_after_the_other():

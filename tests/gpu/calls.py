@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,11 +15,21 @@ CONTEXTS = (0, 1, 3, 4, 5, 15, 16, 17, 33, 130)
 """Cache rows before a call: around the sizes of blocks and tiles."""
 
 
-def situation(runner: CompiledRunner, entry: str, rows: int, seed: int, *, context: int | None = None) -> Case:
-    """`rows` rows with blocks of another size for each seed; the last of several rows is idle."""
+def situation(
+    runner: CompiledRunner,
+    entry: str,
+    rows: int,
+    seed: int,
+    *,
+    context: int | None = None,
+    spans: Sequence[Span] | None = None,
+) -> Case:
+    """`rows` rows with blocks of another size for each seed; the last of several rows is idle, without `spans` given."""
     generator = torch.Generator().manual_seed(seed)
     live = rows - 1 if rows > 1 else 1
-    if runner.circuit.entry(entry).rows == "context":
+    if spans is not None:
+        spans = list(spans)
+    elif runner.circuit.entry(entry).rows == "context":
         first = live // 2
         spans = [Span(CONTEXTS[seed % 10], live - first, seed % 3), *([Span(5, first)] if first else [])]
     else:
@@ -35,7 +46,8 @@ def situation(runner: CompiledRunner, entry: str, rows: int, seed: int, *, conte
 def reference(runner: CompiledRunner, case: Case, entry: str) -> tuple[dict[str, torch.Tensor], dict]:
     """(outputs, caches) of the interpreter in the circuit's own dtypes; drafting entries with all logits."""
     caches = case.copy_caches()
-    outputs = () if entry == "context" else ("draft", "logprob", "next_hidden", "logits")
+    prefix = "masked_" if entry == "draft_masked" else ""
+    outputs = () if entry == "context" else (f"{prefix}draft", f"{prefix}logprob", "next_hidden", "logits")
     with torch.no_grad():
         made = interpret(
             runner.circuit,
@@ -44,7 +56,7 @@ def reference(runner: CompiledRunner, case: Case, entry: str) -> tuple[dict[str,
             states=caches,
             **({"entry": entry} if entry == "context" else {"outputs": outputs}),
         )
-    return made, caches
+    return {name.removeprefix(prefix): value for name, value in made.items()}, caches
 
 
 def run(runner: CompiledRunner, case: Case, entry: str) -> tuple[dict[str, torch.Tensor], dict]:
@@ -57,6 +69,8 @@ def run(runner: CompiledRunner, case: Case, entry: str) -> tuple[dict[str, torch
     if entry == "logits":
         logits, hidden = runner.logits(*arguments)
         return {"logits": logits, "next_hidden": hidden}, caches
+    if entry == "draft_masked":
+        return runner.draft_masked(*arguments, case.inputs["allowed"])._asdict(), caches
     return runner.draft(*arguments)._asdict(), caches
 
 

@@ -72,11 +72,18 @@ class Case:
 
 ODD = {"hidden_size": 120, "head_dim": 24, "intermediate_size": 88, "vocab_size": 331}
 STEP = ("draft", "context")
+MASKED = (*STEP, "draft_masked")
+ALL = (1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 64)
+"""Around the sizes of fragments, of schedule rules and of tiles."""
 
 CASES = (
-    Case("few_bf16", widths=(1, 2, 3, 5, 8), entries=STEP),
-    Case("more_bf16", widths=(1, 9, 16, 17, 32, 33, 64), context_rows=(64, 200), entries=STEP),
-    Case("aligned_f16", act="f16", wt="f16", kv="f16", widths=(1, 9, 33), entries=STEP),
+    # Every width on every template: streams, tiles and paged attention in both dtypes, plain kernels in all three.
+    Case("few_bf16", widths=(1, 2, 3, 5, 8), entries=MASKED),
+    Case("more_bf16", widths=(1, 9, 16, 17, 32, 33, 64), context_rows=(64, 200), entries=MASKED),
+    Case("aligned_f16", act="f16", wt="f16", kv="f16", widths=ALL, entries=STEP),
+    Case("odd_bf16", sizes=ODD, widths=ALL, context_rows=(5,), entries=MASKED),
+    Case("odd_f16", sizes=ODD, act="f16", wt="f16", kv="f16", widths=ALL, context_rows=(5,), entries=STEP),
+    Case("odd_f32", sizes=ODD, act="f32", wt="f32", kv="f32", widths=ALL, context_rows=(5,), entries=(*STEP, "logits")),
     # A gate on attention, norms around zero, partial RoPE by pairs, heads of 256; the residual sum is recycled.
     Case(
         "gated_bf16",
@@ -97,9 +104,7 @@ CASES = (
         context_rows=(16,),
         entries=STEP,
     ),
-    # What tensor cores refuse.
-    Case("odd_bf16", sizes=ODD, widths=(1, 5), context_rows=(5,), entries=STEP),
-    Case("odd_f32", sizes=ODD, act="f32", wt="f32", kv="f32", widths=(1, 3, 33), context_rows=(5,)),
+    # Weights that are not of the activations' dtype.
     Case("mixed_f32_bf16", act="f32", kv="f32", widths=(1, 2), entries=STEP),
     # Against values that other people's code computed; widths 1 and 3 are what the cases call.
     *(

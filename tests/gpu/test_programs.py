@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 
+from circuitgraph.measure.cases import Span
 from circuitgraph.runtime import DraftRunner
-from tests.gpu.calls import error, reference, run, situation, tolerance
+from circuitgraph.runtime.runner import ChainRows
+from tests.gpu.calls import CONTEXTS, error, reference, run, situation, tolerance
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -24,12 +28,20 @@ def test_program_computes_what_the_circuit_means(program, seed, runners):
         assert error(got["next_hidden"][live], want["next_hidden"][live]) < limit
     if entry == "logits":
         assert error(got["logits"][live], want["logits"][live]) < limit
-    if entry == "draft":
+    if entry in ("draft", "draft_masked"):
         logits = want["logits"][live].float()
         spread = logits.std(dim=-1)
+        if entry == "draft_masked":
+            logits = logits.masked_fill(~allowed_columns(case.inputs["allowed"][live], logits.shape[1]), float("-inf"))
         chosen = logits.gather(1, got["draft"][live, None].long())[:, 0]
         assert (logits.amax(-1) - chosen <= 8 * limit * spread).all(), "a token that is not among the best"
         assert (got["logprob"][live] - (chosen - logits.logsumexp(-1))).abs().max() <= 8 * limit * spread.max()
+
+
+def allowed_columns(mask: torch.Tensor, columns: int) -> torch.Tensor:
+    """bool[rows, columns] of a bitmask int32[rows, words]."""
+    column = torch.arange(columns, device=mask.device)
+    return ((mask[:, column // 32] >> (column % 32).to(torch.int32)) & 1) == 1
 
 
 def check_caches(case, got, want, limit) -> None:
@@ -77,6 +89,65 @@ def chain_slots(case, steps: int) -> torch.Tensor:
             block, offset = divmod(first + step, cache.block_size)
             slots[step, row] = cache.table[row, block] * cache.block_size + offset
     return slots
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_chain_of_host_integers_equals_that_of_device_ones(artifact, steps, runners):
+    """The host forms positions and lengths of all steps itself; a kernel does for integers on the device. All rows live, some
+    stopped."""
+    runner = runners(artifact)
+    for n in [width for width in runner.widths if width <= 16]:
+        for seed in range(4):
+            case = situation(runner, "draft", n, seed)
+            slots = chain_slots(case, steps)
+            if seed == 3:
+                slots = slots[:1]  # no row stops but the idle one
+            inputs = (case.inputs["token"], case.inputs["hidden"], case.inputs["position"])
+            ours, theirs = case.copy_caches(), case.copy_caches()
+            want = runner.chain(len(slots), *inputs, theirs, slots)
+            host = {name: on_host(cache) for name, cache in ours.items()}
+            arguments = (inputs[0].cpu(), inputs[1], inputs[2].cpu(), host, slots.cpu())
+            got = runner.chain(len(slots), *arguments)
+            assert torch.equal(got.drafts, want.drafts)
+            assert torch.equal(torch.nan_to_num(got.logprobs), torch.nan_to_num(want.logprobs))
+            for part in ("k", "v"):
+                assert torch.equal(*[torch.nan_to_num(getattr(caches["kv"], part), 7.0) for caches in (ours, theirs)])
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_chain_of_plain_integers(artifact, steps, runners):
+    """What proposers use: lists in, lists out; tables are copied only where blocks have changed."""
+    runner = runners(artifact)
+    for n in [width for width in (*runner.widths, 7) if width <= 16]:
+        spans = [Span(CONTEXTS[(n + i) % 10]) for i in range(n)]
+        case = situation(runner, "draft", n, 5, spans=spans)
+        slots, cache = chain_slots(case, steps), case.caches["kv"]
+        blocks = [Table(row.tolist(), version) for version, row in enumerate(cache.table, 1)]
+        inputs = (case.inputs["token"], case.inputs["hidden"], case.inputs["position"])
+        for _ in range(4):  # as it comes, recorded, replayed
+            ours, theirs = case.copy_caches(), case.copy_caches()
+            want = runner.chain(steps, *inputs, theirs, slots)
+            written = [[slot for slot in row if slot >= 0] for row in slots.T.tolist()]
+            rows = ChainRows(inputs[0].tolist(), inputs[2].tolist(), [span.context for span in spans], written, blocks)
+            drafts, logprobs = runner.chain_packed(steps, rows, inputs[1], {"kv": (ours["kv"].k, ours["kv"].v)})
+            for i, row in enumerate(written):
+                assert drafts[i][: len(row)] == want.drafts[i, : len(row)].tolist()
+                assert logprobs[i][: len(row)] == want.logprobs[i, : len(row)].tolist()
+            for part in ("k", "v"):
+                assert torch.equal(*[torch.nan_to_num(getattr(caches["kv"], part), 7.0) for caches in (ours, theirs)])
+
+
+@dataclass
+class Table:
+    """As a lease of a pool."""
+
+    blocks: list[int]
+    version: int
+
+
+def on_host(cache):
+    """The same storage, addressed by integers in host memory."""
+    return replace(cache, **{part: getattr(cache, part).cpu() for part in ("slot", "seq", "length", "table", "start")})
 
 
 def test_rows_do_not_depend_on_each_other(artifact, runners):

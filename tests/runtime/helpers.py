@@ -11,6 +11,7 @@ import torch
 
 from circuitgraph.artifact import Arg, Function, Manifest, Model, Target, WeightSpec
 from circuitgraph.circuit.ir import Circuit
+from circuitgraph.circuit.narrow import slice_entry
 from circuitgraph.interpreter import interpret
 from circuitgraph.ops import DTYPE_NAMES, PagedKV
 from circuitgraph.runtime import BlockPool, DraftRunner, MtpProposer, ProposerState, ReferenceRunner
@@ -53,7 +54,8 @@ def _audited(method: Callable) -> Callable:
 
 for _name in (
     "alloc_state", "alloc_state_for", "free_state", "prefill_drafter", "catchup_drafter", "catchup_batch",
-    "propose", "propose_batch", "after_verify",
+    "propose", "propose_batch", "after_verify", "take_drafter_kv", "install_drafter_kv", "free_drafter_kv",
+    "catchup_accepted", "settle", "set_circuit_draft",
 ):  # fmt: skip
     setattr(Audited, _name, _audited(getattr(MtpProposer, _name)))
 
@@ -124,9 +126,11 @@ class Rehearsed(Witness):
         return [self._recite(*row) for row in zip(positions, states, drafts, strict=True)]
 
 
-def proposer_of(runner: DraftRunner | None = None, *, blocks: int = 64, block_size: int = 8, kind: type = Audited) -> Any:
+def proposer_of(
+    runner: DraftRunner | None = None, *, blocks: int = 64, block_size: int = 8, kind: type = Audited, trim: str = "exact"
+) -> Any:
     runner = runner or drafter()
-    return kind(runner, BlockPool(runner.circuit, blocks=blocks, block_size=block_size))
+    return kind(runner, BlockPool(runner.circuit, blocks=blocks, block_size=block_size, device=runner.device), trim=trim)
 
 
 class Script:
@@ -169,11 +173,16 @@ def oracle(runner: ReferenceRunner, script: Script, position: int, steps: int, t
 
 
 def manifest_of(
-    circuit: Circuit, *, draft: Sequence[int] = (1, 2, 4), context: Sequence[int] = (4, 8), logits: Sequence[int] = (1,)
+    circuit: Circuit,
+    *,
+    draft: Sequence[int] = (1, 2, 4),
+    context: Sequence[int] = (4, 8),
+    logits: Sequence[int] = (1,),
+    masked: Sequence[int] = (),
 ) -> Manifest:
     """What a compiler would write for `circuit`."""
     functions = {}
-    for entry, widths in (("draft", draft), ("context", context), ("logits", logits)):
+    for entry, widths in (("draft", draft), ("context", context), ("logits", logits), ("draft_masked", masked)):
         for rows in widths:
             symbol = f"{entry}_{rows}"
             functions[symbol] = Function(entry, rows, symbol, _args(circuit, entry, rows), 256 * rows, 1000, 2000)
@@ -202,7 +211,7 @@ def _args(circuit: Circuit, entry: str, rows: int) -> tuple[Arg, ...]:
     def arg(role, value):
         return Arg(value.name, role, value.type.dtype, value.type.with_rows(rows).shape)
 
-    args = [arg("input", item) for item in circuit.inputs]
+    args = [arg("input", item) for item in slice_entry(circuit, entry).inputs]
     for state in circuit.states:
         args += [arg("state", value) for value in state.storage()]
         args += [arg("state", value) for value in state.metadata()]

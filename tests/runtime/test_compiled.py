@@ -120,7 +120,7 @@ def test_chain_marks_rows_that_stopped():
         ints = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
         slots = torch.tensor([list(proposer.pool.slots(s.lease, 0, 3)) for s in states], dtype=torch.int32).T.contiguous()
         slots[1:, 0] = slots[2:, 2] = -1
-        caches = proposer._batch._caches(states, [0, 1, 2], [1, 1, 1], slots[0])
+        caches = proposer._batch.caches(states, [0, 1, 2], [1, 1, 1], slots[0])
         chain = each.chain(3, ints(5, 6, 7), script.hiddens[:3], ints(1, 1, 1), caches, slots)
         assert (chain.drafts >= 0).tolist() == [[True, False, False], [True] * 3, [True, True, False]]
         assert torch.equal(chain.logprobs.isnan(), chain.drafts < 0)
@@ -131,7 +131,7 @@ def test_chain_marks_rows_that_stopped():
                 ints(6),
                 script.hiddens[1:2],
                 ints(1),
-                proposer._batch._caches(states[1:2], [0], [1], slots[0, 1:2]),
+                proposer._batch.caches(states[1:2], [0], [1], slots[0, 1:2]),
                 slots[:, 1:2],
             )
             .drafts[0]
@@ -144,8 +144,8 @@ def test_logits_of_every_width():
     proposer, script = proposer_of(runner), Script(0)
     states = [proposer.alloc_state() for _ in range(3)]
     proposer.pool.grow([(state.lease, 1) for state in states])
-    slots = torch.tensor([next(proposer.pool.slots(state.lease, 0, 1)) for state in states], dtype=torch.int32)
-    caches = proposer._batch._caches(states, [0, 1, 2], [1] * 3, slots)
+    slots = torch.tensor([proposer.pool.slots(state.lease, 0, 1)[0] for state in states], dtype=torch.int32)
+    caches = proposer._batch.caches(states, [0, 1, 2], [1] * 3, slots)
     token = torch.tensor([1, 2, 3], dtype=torch.int32)
     position = torch.ones(3, dtype=torch.int32)
     logits, hidden = runner.logits(token, script.hiddens[:3], position, caches)
@@ -206,7 +206,7 @@ def test_bad_rows_are_refused_before_anything_is_launched():
     state = proposer.alloc_state()
     proposer.pool.grow([(state.lease, 4)])
     ints = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
-    caches = proposer._batch._caches([state], [0], [1], ints(*proposer.pool.slots(state.lease, 0, 1)))
+    caches = proposer._batch.caches([state], [0], [1], ints(*proposer.pool.slots(state.lease, 0, 1)))
     good = {"token": ints(1), "hidden": script.hiddens[:1], "position": ints(1), "kv": caches}
     cache = caches["kv"]
     bad = {
@@ -267,7 +267,7 @@ def test_what_an_artifact_cannot_serve_is_said_at_once():
     with pytest.raises(RuntimeUseError, match="runner: the runner has no draft programs"):
         proposer.propose(1, script.hiddens[0], 3, 2, state)
     one = torch.zeros(1, dtype=torch.int32)
-    caches = proposer._batch._caches([state], [0], [1], one)
+    caches = proposer._batch.caches([state], [0], [1], one)
     with pytest.raises(RuntimeUseError, match="has no 'draft' programs"):
         runner.chain(1, one, script.hiddens[:1], one, caches, one[None])
 
@@ -291,7 +291,7 @@ def test_gradients_and_modes_of_the_caller_do_not_matter():
     assert draft(proposer, state, position, hiddens) == oracle(drafter(), script, position, 3)
     proposer.after_verify(0, state)
     one = torch.ones(1, dtype=torch.int32)
-    caches = proposer._batch._caches([state], [0], [1], one)
+    caches = proposer._batch.caches([state], [0], [1], one)
     for each in (runner, drafter()):
         step = each.draft(one, hiddens[:1], one, caches)
         assert not step.next_hidden.requires_grad

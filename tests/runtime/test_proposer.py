@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import pytest
@@ -267,7 +266,11 @@ def test_a_promised_budget_is_kept_and_refused_up_front():
 
 
 def snapshot(proposer, *states):
-    fields = [(copy.copy(s.lease.blocks), s.rows, s.last_pair_key, list(s.last_drafts), s.pending_catchup) for s in states]
+    fields = [
+        (list(s.lease.blocks), s.lease.promised, list(s.history.positions), list(s.history.text), list(s.last_drafts),
+         s.next_token, s.proposed_at, s.last_confidence, len(s.unsettled))
+        for s in states
+    ]  # fmt: skip
     storage = [part.clone() for parts in proposer.pool.storage.values() for part in parts]
     return fields, list(proposer.pool._free), proposer.pool.ledger, storage
 

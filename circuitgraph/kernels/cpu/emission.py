@@ -39,7 +39,7 @@ def emit_projections(
 
 
 def emit_head(env: Any, group: Group, task_columns: int, block: int, tile: Tile) -> None:
-    """lm_head, top-1 and log-probability."""
+    """lm_head, top-1, masked or not, and log-probability."""
     emit_rows(env, group.prologue)
     (linear,), (top1,) = group.anchors, group.epilogue
     token, logprob = (env.buffer(value.name) for value in top1.outputs)
@@ -51,6 +51,7 @@ def emit_head(env: Any, group: Group, task_columns: int, block: int, tile: Tile)
         Top1Scratch(*(env.scratch(name) for name in ("best", "index", "total"))),
         n=env.plan.rows,
         lanes=env.lanes,
+        allowed=env.buffer(top1.inputs[1]) if top1.op == "masked_top1" else None,
         bias=env.buffer(linear.inputs[2]) if len(linear.inputs) == 3 else None,
         task_columns=task_columns,
         block=block,

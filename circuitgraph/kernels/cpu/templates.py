@@ -104,7 +104,7 @@ class Linear(Kernel):
 
 @kernel
 class LinearTop1(Kernel):
-    """lm_head, top-1 and log-probability; logits are reduced where they arise."""
+    """lm_head, top-1 (under a mask, where one is given) and log-probability; logits are reduced where they arise."""
 
     name = "cpu.linear_top1"
 
@@ -120,7 +120,8 @@ class LinearTop1(Kernel):
         if params.block % 32 or params.task_columns % params.block:
             return f"block {params.block} must be a multiple of 32 and divide task_columns {params.task_columns}"
         shape = [node.op for node in (*group.anchors, *group.epilogue)]
-        return None if shape == ["linear", "top1"] else f"expected linear and top1, got {shape}"
+        fits = shape in (["linear", "top1"], ["linear", "masked_top1"])
+        return None if fits else f"expected linear and top1 or masked_top1, got {shape}"
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:

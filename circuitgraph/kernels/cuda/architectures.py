@@ -27,6 +27,11 @@ class Architecture:
     since: tuple[int, int]
 
     @property
+    def clusters(self) -> bool:
+        """Blocks that see each other's shared memory: as old as programmatic launch."""
+        return self.overlap
+
+    @property
     def code(self) -> str:
         """As nvcc writes it after `compute_` and `sm_`."""
         return self.name.removeprefix("sm_")

@@ -17,7 +17,7 @@ WARPS = 4
 @dataclass(frozen=True)
 class Query:
     """One attention node. q: [rows, heads, dim]; `sums` [rows, heads, parts, dim] and `stats` [rows, heads, parts, 2]
-    (largest score in units of log2, sum of weights) are fp32 scratch."""
+    (largest score in units of log2, sum of weights) are fp32 scratch, where the parts of a row are joined by another launch."""
 
     q: Any
     keys: Any
@@ -28,21 +28,17 @@ class Query:
     start: Any
     length: Any
     scale: float
-    sums: Any
-    stats: Any
-
-    @property
-    def parts(self) -> int:
-        return int(self.sums.shape[2])
+    parts: int
+    sums: Any = None
+    stats: Any = None
 
     def span(self, row: Any) -> tuple[Any, Any, Any]:
-        """(sequence, first, end) of the cache rows that a row sees. A row of length 0 is idle: its sequence is not read."""
-        sequence, first = register("int32"), register("int32")
-        put(sequence, T.int32(0))
+        """(sequence, first, end) of the cache rows that a row sees. A row of length 0 is idle: its sequence means nothing."""
+        sequence, first = register("int32", name="sequence"), register("int32", name="first")
         put(first, T.int32(0))
-        end = load_int(self.length, [row])
+        end, named = load_int(self.length, [row]), load_int(self.seq, [row])  # both on their way at once
+        put(sequence, T.Select(end > 0, named, T.int32(0)))
         with T.If(end > 0), T.Then():
-            put(sequence, load_int(self.seq, [row]))
             put(first, T.max(load_int(self.start, [sequence[0]]), T.int32(0)))
         return sequence[0], first[0], end
 

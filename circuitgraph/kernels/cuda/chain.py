@@ -1,6 +1,11 @@
-"""The two ends of a chain of draft steps, one launch each: what every step is given, and what the caller gets.
+"""The two ends of a chain of draft steps, one launch each: what every step is given, and what the caller gets. A chain
+whose integers come from the host does without them.
 
 Rows and steps are open: a library has each function once. `stops`: a row whose slot is -1 has stopped and sees nothing.
+
+The steps' kernels read positions and the addressing of caches before they wait for the kernel before them. So the kernel
+that writes those must let no other start before it has ended: `begin` is a fence, and so is whatever else is launched
+without programmatic overlap, copies by torch for example.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import tvm
 from tvm.tirx.script import builder as T
 
 from .environment import launch
-from .values import hold, load, load_int, put, register, store
+from .values import hold, load_int, put, register, store
 
 WARPS = 8
 
@@ -23,7 +28,7 @@ def _tensor(name: str, shape: tuple[Any, ...], dtype: str) -> Any:
 
 def _each(overlap: bool, steps: Any, rows: Any, body: Callable[[Any, Any], None]) -> None:
     """body(step, row) for all of them, by one block."""
-    with launch(1, WARPS, overlap) as at:
+    with launch(1, WARPS, overlap, fence=True) as at:
         index = register("int32")
         put(index, at.warp * 32 + at.lane)
         with T.While(index[0] < steps * rows):
@@ -47,18 +52,16 @@ def emit_begin(overlap: bool) -> None:
 
 
 def emit_end(overlap: bool) -> None:
-    """drafts and logprobs of all steps as [rows, steps]; -1 and NaN where a row had stopped."""
+    """drafts[k, i] = -1 and logprobs[k, i] = NaN where a row had stopped."""
     steps, rows = (tvm.tirx.Var(name, "int32") for name in ("steps", "rows"))
-    made, scores = _tensor("made", (steps, rows), "int32"), _tensor("scores", (steps, rows), "float32")
-    slots = _tensor("slots", (steps, rows), "int32")
-    drafts, logprobs = _tensor("drafts", (rows, steps), "int32"), _tensor("logprobs", (rows, steps), "float32")
+    slots, drafts = (_tensor(name, (steps, rows), "int32") for name in ("slots", "drafts"))
+    logprobs = _tensor("logprobs", (steps, rows), "float32")
     stops = T.arg("stops", tvm.tirx.Var("stops", "int32"))
 
     def body(step: Any, row: Any) -> None:
-        stopped = T.And(stops > 0, load_int(slots, [step, row]) < 0)
-        store(drafts, [row, step], hold(T.Select(stopped, T.int32(-1), load_int(made, [step, row])), "int32"))
-        nan = T.cuda.uint_as_float(T.uint32(0x7FC00000))
-        store(logprobs, [row, step], hold(T.Select(stopped, nan, load(scores, [step, row]))))
+        with T.If(T.And(stops > 0, load_int(slots, [step, row]) < 0)), T.Then():
+            store(drafts, [step, row], T.int32(-1))
+            store(logprobs, [step, row], T.cuda.uint_as_float(T.uint32(0x7FC00000)))
 
     _each(overlap, steps, rows, body)
 

@@ -12,8 +12,10 @@ from tvm.tirx.script import builder as T
 
 from ...circuit.types import DTYPE_BITS, StateType, TensorType
 from ...lower import argument_values
-from ...plan.ir import Group, Plan
-from .values import do, wide
+from ...plan.ir import Group, Plan, Scratch
+from .values import do, named, wide
+
+STEADY = frozenset({"position"})
 
 TIR_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32", "i64": "int64", "u8": "uint8"}
 
@@ -31,20 +33,28 @@ class Thread:
     block: Any
     warp: Any
     lane: Any
+    rank: Any = None
+    """Of the block in its cluster, where there is one."""
 
 
 @contextmanager
-def launch(blocks: int, warps: int, overlap: bool, *, early: bool = False) -> Iterator[Thread]:
+def launch(
+    blocks: int, warps: int, overlap: bool, *, early: bool = False, cluster: int = 1, fence: bool = False
+) -> Iterator[Thread]:
     """One launch; what is emitted inside is its body.
 
     With `overlap` the next kernel may start at once, and this one waits for the memory of those before it: here, or, when
     `early`, where the body waits. Every thread must pass the wait, also one with nothing to do: whoever waits for this
-    kernel must be able to rely on all before it.
+    kernel must be able to rely on all before it. A `fence` lets no kernel start before it has ended.
+
+    cluster: this many consecutive blocks run together and see each other's shared memory.
     """
     with T.attr({"tirx.device_entry": True}):
-        thread = Thread(T.cta_id([blocks]), T.warp_id([warps]), T.lane_id([32]))
+        rank = T.cta_id_in_cluster([cluster]) if cluster > 1 else None
+        thread = Thread(T.cta_id([blocks]), T.warp_id([warps]), T.lane_id([32]), rank)
         if overlap:
-            do(T.ptx.griddepcontrol.launch_dependents())
+            if not fence:
+                do(T.ptx.griddepcontrol.launch_dependents())
             if not early:
                 do(T.ptx.griddepcontrol.wait())
         yield thread
@@ -81,6 +91,9 @@ class CudaEnvironment:
         self._output_of: dict[str, str] = {}
         for role, value in argument_values(plan):
             buffer = self._argument(value, role)
+            if role == "workspace":
+                self._workspace = buffer
+                continue
             if role != "output":
                 self._buffers[value.name] = buffer
                 continue
@@ -105,12 +118,17 @@ class CudaEnvironment:
 
     # -- kernels -----------------------------------------------------------------------------------------------
 
-    def kernel(self, blocks: int, warps: int, *, early: bool = False) -> AbstractContextManager[Thread]:
+    def kernel(self, blocks: int, warps: int, *, early: bool = False, cluster: int = 1) -> AbstractContextManager[Thread]:
         """One launch, see `launch`; with `early` the body itself calls `wait`."""
-        return launch(blocks, warps, self.overlap, early=early)
+        return launch(blocks, warps, self.overlap, early=early, cluster=cluster)
+
+    def steady(self, name: str) -> bool:
+        """May a kernel read this argument before it waits? Positions and the addressing of caches are complete before a
+        program starts, whatever ran before it (see `chain`); tokens and hiddens come from the kernels before."""
+        return name in STEADY or name.rpartition(".")[2] in ("slot", "seq", "start", "length", "table")
 
     def wait(self) -> None:
-        """Memory of earlier kernels is complete from here on. Weights and tables may be read before."""
+        """Memory of earlier kernels is complete from here on. Weights, tables and what is `steady` may be read before."""
         if self.overlap:
             do(T.ptx.griddepcontrol.wait())
 
@@ -142,7 +160,7 @@ class CudaEnvironment:
     # -- buffers -----------------------------------------------------------------------------------------------
 
     def buffer(self, name: str) -> Any:
-        """Buffer of a value, weight, table, state part (`kv.slot`) or scratch of the current group."""
+        """Buffer of a value, weight, table, state part (`kv.slot`)."""
         assert self.group is not None
         root = self.plan.storage(name)
         for key in (f"{self.group.name}/{root}", root):
@@ -163,8 +181,8 @@ class CudaEnvironment:
             )
         assert isinstance(value_type, TensorType)
         offset = self.plan.slots[key].offset // (DTYPE_BITS[value_type.dtype] // 8)
-        workspace = self._buffers["workspace"]
-        return T.decl_buffer(list(value_type.shape), TIR_DTYPES[value_type.dtype], data=workspace.data, elem_offset=offset)
+        dtype = TIR_DTYPES[value_type.dtype]
+        return named(root, T.decl_buffer(list(value_type.shape), dtype, data=self._workspace.data, elem_offset=offset))
 
     def view(self, key: str, shape: Any, dtype: str = "") -> Any:
         """The storage `key` under another shape or element type of the same bytes."""
@@ -180,8 +198,13 @@ class CudaEnvironment:
         if cached not in self._views:
             scale = (tvm.DataType(str(buffer.dtype)).bits, tvm.DataType(dtype).bits)
             offset = buffer.elem_offset * scale[0] // scale[1] if buffer.elem_offset is not None else None
-            self._views[cached] = T.decl_buffer(shape, dtype, data=buffer.data, elem_offset=offset)
+            view = T.decl_buffer(shape, dtype, data=buffer.data, elem_offset=offset)
+            self._views[cached] = named(key.rpartition("/")[2], view)
         return self._views[cached]
+
+    def scratch(self, name: str) -> Any:
+        """See `base.Environment`."""
+        return self.buffer(f"{Scratch.OWN}{name}")
 
     def flat(self, name: str) -> Any:
         """The buffer of `name` as [rows, columns]."""

@@ -2,10 +2,14 @@
 
 A tile is 16 cache rows, in whatever blocks they lie; lane i keeps the address of row i % 16 of the tile that is fetched
 next. The query heads that share a KV head are the rows of the `mma`, so K and V are read once for all of them.
+
+The parts of a row are a cluster of blocks, which read each other's sums from shared memory; without clusters a second launch
+joins them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
@@ -16,13 +20,17 @@ from .row_program import for_each
 from .values import LOG2_E, LOWEST, do, from_lane, hold, put, register, store, wide, zeros
 
 TILE = 16
+
+CLUSTER = 8
+"""Blocks of a cluster that every GPU with clusters takes."""
+
 COPY = "cp.async.cg.shared.global.L2::128B"
 LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
 LOAD_TRANSPOSED = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
 
 
 def shared_bytes(dim: int, group: int, warps: int, stages: int) -> int:
-    return warps * (stages * 2 * TILE * dim * 2 + group * (dim + 2) * 4)
+    return warps * (stages * 2 * TILE * dim * 2 + group * (dim + 2) * 4) + group * 8
 
 
 class PagedAttention:
@@ -37,26 +45,29 @@ class PagedAttention:
         self.chunks = self.dim // 8
         self.mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
 
-    def emit(self) -> None:
+    def emit(self, finish: Callable[[Any, Any, Any, Any], None] | None = None) -> None:
+        """finish(row, head, column, value): what to do with the joined parts; without it they are left in the scratch."""
         query, parts = self.query, self.query.parts
-        with self.env.kernel(self.rows * self.kv_heads * parts, self.warps) as at:
+        cluster = parts if finish else 1
+        with self.env.kernel(self.rows * self.kv_heads * parts, self.warps, early=True, cluster=cluster) as at:
             self.at = at
             pool = SMEMPool()
             self.ring = pool.alloc((self.warps, self.stages, 2, TILE * self.chunks, 4), "uint32", align=128)
             self.shared_sums = pool.alloc((self.warps, self.group, self.dim), "float32", align=16)
             self.shared_stats = pool.alloc((self.warps, self.group, 2), "float32", align=16)
+            self.part_stats = pool.alloc((self.group, 2), "float32", align=16)
             pool.commit()
-            self.row = hold(T.floordiv(at.block, self.kv_heads * parts), "int32")
-            self.kv_head = hold(T.floormod(T.floordiv(at.block, parts), self.kv_heads), "int32")
-            self.part = hold(T.floormod(at.block, parts), "int32")
+            self.row = hold(T.floordiv(at.block, self.kv_heads * parts), "int32", "row")
+            self.kv_head = hold(T.floormod(T.floordiv(at.block, parts), self.kv_heads), "int32", "kv_head")
+            self.part = hold(T.floormod(at.block, parts), "int32", "part")
             self.sequence, self.first, self.end = query.span(self.row)
-            tile, ahead, slot, found = (register("int32") for _ in range(4))
+            tile, ahead, slot, found = (register("int32", name=name) for name in ("tile", "ahead", "slot", "line"))
             first_tile = T.floordiv(self.first, TILE)
             last_tile = hold(T.floordiv(self.end + (TILE - 1), TILE), "int32")
             each = T.floordiv(T.max(last_tile - first_tile, T.int32(0)) + (parts - 1), parts)
             put(tile, first_tile + self.part * each + at.warp)
             self.stop = hold(T.min(tile[0] - at.warp + each, last_tile), "int32")
-            self._fill(tile, ahead, found)
+            self._fill(tile, ahead, found)  # waits: the newest row of the cache is of the kernel before
             self._load_query()
             self._reset()
             put(slot, T.int32(0))
@@ -72,7 +83,9 @@ class PagedAttention:
                 self._find(ahead[0], found)
                 put(tile, tile[0] + self.warps)
                 put(slot, T.Select(T.EQ(slot[0], self.stages - 1), T.int32(0), slot[0] + 1))
-            self._join_warps()
+            self._join_warps(finish is not None)
+            if finish is not None:
+                self._join_parts(finish)
 
     # -- the ring ----------------------------------------------------------------------------------------------
 
@@ -81,6 +94,7 @@ class PagedAttention:
         lines = [register("int32") for _ in range(self.stages)]
         for stage, line in enumerate(lines):
             self._find(tile[0] + stage * self.warps, line)
+        self.env.wait()
         for stage, line in enumerate(lines):
             self._copy(stage, tile[0] + stage * self.warps, line[0])
             do(T.ptx.cp.async_.commit_group())
@@ -110,7 +124,7 @@ class PagedAttention:
     # -- one tile ----------------------------------------------------------------------------------------------
 
     def _load_query(self) -> None:
-        self.q = register("uint32", self.dim // 8)
+        self.q = register("uint32", self.dim // 8, "q")
         for index in range(self.dim // 8):
             put(self.q, T.uint32(0), index)
         head_row = T.floordiv(self.at.lane, 4)
@@ -120,10 +134,10 @@ class PagedAttention:
                 do(T.ptx["ld.global.b32"](self.q[index], self.words.ptr_to([self.row, first + index * 4])))
 
     def _reset(self) -> None:
-        self.sums = register("float32", self.dim // 2)
-        self.scores = register("float32", 8)
-        self.largest, self.total = register("float32"), register("float32")
-        self.weights = register("uint32", 2)
+        self.sums = register("float32", self.dim // 2, "sums")
+        self.scores = register("float32", 8, "scores")
+        self.largest, self.total = register("float32", name="largest"), register("float32", name="total")
+        self.weights = register("uint32", 2, "weights")
         zeros(self.sums, self.dim // 2)
         put(self.largest, T.float32(LOWEST))
         put(self.total, T.float32(0))
@@ -178,8 +192,8 @@ class PagedAttention:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def _join_warps(self) -> None:
-        """The sum of all warps' tiles, as one part of the row's result."""
+    def _join_warps(self, keep: bool) -> None:
+        """The sum of all warps' tiles, as one part of the row's result; `keep` leaves it in shared memory."""
         at, head_row = self.at, T.floordiv(self.at.lane, 4)
         put(self.total, T.cuda.warp_sum(self.total[0], 4))
         with T.If(head_row < self.group), T.Then():
@@ -191,6 +205,7 @@ class PagedAttention:
                 T.buffer_store(self.shared_stats, self.largest[0], [at.warp, head_row, 0])
                 T.buffer_store(self.shared_stats, self.total[0], [at.warp, head_row, 1])
         do(T.cuda.cta_sync())
+        thread = at.warp * 32 + at.lane
         for member in range(self.group):
             head = hold(self.kv_head * self.group + member, "int32")
             top, total = register("float32"), register("float32")
@@ -207,10 +222,62 @@ class PagedAttention:
                 put(value, T.float32(0))
                 for warp, share in enumerate(shares):
                     put(value, value[0] + share * self.shared_sums[warp, member, d])
-                store(self.query.sums, [self.row, head, self.part, d], value[0])
+                if keep:  # this thread alone reads the column
+                    T.buffer_store(self.shared_sums, value[0], [0, member, d])
+                else:
+                    store(self.query.sums, [self.row, head, self.part, d], value[0])
 
-            thread = at.warp * 32 + at.lane
             for_each(self.dim, thread, self.warps * 32, column)
             with T.If(thread < 1), T.Then():
-                store(self.query.stats, [self.row, head, self.part, 0], top[0])
-                store(self.query.stats, [self.row, head, self.part, 1], total[0])
+                for index, number in enumerate((top, total)):
+                    if keep:
+                        T.buffer_store(self.part_stats, number[0], [member, index])
+                    else:
+                        store(self.query.stats, [self.row, head, self.part, index], number[0])
+
+    def _join_parts(self, finish: Callable[[Any, Any, Any, Any], None]) -> None:
+        """Every block of the cluster finishes some of the elements, with all blocks' sums; zero where a row sees nothing."""
+        at, parts, count = self.at, self.query.parts, self.group * self.dim
+        self._cluster_sync()
+
+        def element(index: Any) -> None:
+            member, d = hold(T.floordiv(index, self.dim), "int32"), hold(T.floormod(index, self.dim), "int32")
+            places = [self.part_stats.ptr_to([member, 0]), self.part_stats.ptr_to([member, 1])]
+            places.append(self.shared_sums.ptr_to([0, member, d]))
+            found = [[self._of_block(part, place) for place in places] for part in range(parts)]
+            largest, total, value = register("float32"), register("float32"), register("float32")
+            put(largest, T.float32(LOWEST))
+            put(total, T.float32(0))
+            put(value, T.float32(0))
+            for top, _, _ in found:
+                put(largest, T.max(largest[0], top))
+            for top, weight, partial in found:
+                share = hold(T.exp2(top - largest[0]))
+                put(total, total[0] + share * weight)
+                put(value, value[0] + share * partial)
+            empty = T.EQ(total[0], T.float32(0))
+            head = hold(self.kv_head * self.group + member, "int32")
+            finish(self.row, head, d, hold(T.Select(empty, T.float32(0), value[0] / total[0])))
+
+        threads = self.warps * 32
+        for_each(count, hold(self.part * threads + at.warp * 32 + at.lane, "int32"), parts * threads, element)
+        if parts > 1:
+            self._cluster_sync()  # the others may still be reading this block's sums
+
+    def _cluster_sync(self) -> None:
+        if self.query.parts == 1:
+            do(T.cuda.cta_sync())
+        else:
+            do(T.ptx.barrier.cluster.arrive.release.aligned())
+            do(T.ptx.barrier.cluster.wait.acquire.aligned())
+
+    def _of_block(self, part: int, place: Any) -> Any:
+        """A float of the same place in another block's shared memory."""
+        value, address = register("float32"), register("uint32")
+        window = T.cuda.cvta_generic_to_shared(place)
+        if self.query.parts == 1:
+            do(T.ptx["ld.shared.f32"](value[0], place))
+        else:
+            do(T.ptx.mapa.shared__cluster.u32(address[0], window, T.uint32(part)))
+            do(T.ptx["ld.shared::cluster.f32"](value[0], address[0]))
+        return value[0]

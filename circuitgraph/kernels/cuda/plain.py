@@ -8,7 +8,7 @@ from typing import Any
 
 from tvm.tirx.script import builder as T
 
-from .values import LOWEST, do, from_lane_beside, hold, load, put, register, store, wide, zeros
+from .values import LOWEST, do, from_lane_beside, hold, load, load_int, put, register, store, wide, zeros
 
 WARPS = 8
 NOTHING = 0x7FFFFFFF
@@ -90,12 +90,31 @@ class Partials:
     total: Any
 
 
+@dataclass(frozen=True)
+class Logits:
+    """What happens to a head's sums: bias [columns], and a mask `allowed` [rows, words] of 32 columns a word. Either may be
+    None."""
+
+    bias: Any = None
+    allowed: Any = None
+
+    def take(self, state: Best, row: Any, column: Any, total: Any) -> None:
+        """One sum into the running best."""
+        logit = hold(total if self.bias is None else total + load(self.bias, [column], constant=True))
+        if self.allowed is None:
+            return state.absorb(logit, column)
+        word = load_int(self.allowed, [row, T.shift_right(column, T.int32(5))])
+        bit = T.bitwise_and(T.shift_right(word, T.bitwise_and(column, T.int32(31))), T.int32(1))
+        with T.If(bit > 0), T.Then():
+            state.absorb(logit, column)
+
+
 class Best:
     """The running best of one row, in a thread's registers. Ids arrive in rising order, or with `merge` in any."""
 
     def __init__(self) -> None:
-        self.best, self.total = register("float32"), register("float32")
-        self.index = register("int32")
+        self.best, self.total = register("float32", name="best"), register("float32", name="total")
+        self.index = register("int32", name="index")
         put(self.best, T.float32(LOWEST))
         put(self.total, T.float32(0))
         put(self.index, T.int32(NOTHING))
@@ -123,7 +142,7 @@ class Best:
             store(buffer, [part, row], value[0])
 
 
-def emit_plain_top1(env: Any, x: Any, weight: Any, bias: Any | None, partials: Partials) -> None:
+def emit_plain_top1(env: Any, x: Any, weight: Any, logits: Logits, partials: Partials) -> None:
     """The best of every warp's columns; `emit_top1_final` joins them."""
     rows, chunks, columns = env.plan.rows, chunks_of(env.plan.rows), int(weight.shape[0])
     parts = int(partials.best.shape[0])
@@ -134,10 +153,8 @@ def emit_plain_top1(env: Any, x: Any, weight: Any, bias: Any | None, partials: P
         column = register("int32")
         put(column, part)
         with T.While(column[0] < columns):
-            logit = dot(x, weight, column[0], first_row, rows, at.lane)
-            if bias is not None:
-                logit = logit + load(bias, [column[0]], constant=True)
-            state.absorb(hold(logit), column[0])
+            total = dot(x, weight, column[0], first_row, rows, at.lane)
+            logits.take(state, T.min(first_row + at.lane, T.int32(rows - 1)), column[0], total)
             put(column, column[0] + parts)
         with T.If(T.And(at.lane < ROWS, first_row + at.lane < rows)), T.Then():
             state.write(partials, part, first_row + at.lane)

@@ -1,12 +1,14 @@
 """Row-wise nodes as one kernel: every value is computed where it is wanted, and only what others read is stored.
 
-A value that a warp or block needs as a whole, the sum of squares of a norm, is reduced before the elements are formed;
-everything else is recomputed from its inputs, which lie in L1.
+A value that a warp or block needs as a whole, the sum of squares of a norm, is reduced before the elements are formed.
+These kernels are short and wait for memory, not for arithmetic: weights of norms are fetched before the kernel waits for its
+predecessor, all other loads are in flight before the first is needed, and a thread keeps the elements of its columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +40,31 @@ class Place:
     column: Any
 
 
+class Spread:
+    """The columns first, first + step, ... of a row that one thread serves. Where they are few they are `columns`, and what
+    was computed for one of them can be had again."""
+
+    def __init__(self, first: Any, step: int, most: int):
+        whole = most // step
+        self.first, self.step = first, step
+        self.columns = [hold(first + index * step, "int32", "column") for index in range(whole)] if whole <= UNROLLED else []
+
+    def each(self, count: int, body: Callable[[Any], None]) -> None:
+        """body(column) for all columns below `count`."""
+        whole = count // self.step
+        if whole > len(self.columns):
+            return for_each(count, self.first, self.step, body)
+        for column in self.columns[:whole]:
+            body(column)
+        if count % self.step:
+            with T.If(self.first < count % self.step), T.Then():
+                body(hold(self.first + whole * self.step, "int32"))
+
+    def index(self, column: Any) -> int | None:
+        """Which of `columns` this very expression is."""
+        return next((index for index, own in enumerate(self.columns) if own is column), None)
+
+
 class Evaluator:
     """Values of one group at a place. `known` gives values that were computed by other means."""
 
@@ -47,6 +74,20 @@ class Evaluator:
         self.producer = {value.name: node for node in nodes for value in node.outputs}
         self.known = known or {}
         self.prepared: dict[str, Any] = {}
+        self.spread: Spread | None = None
+        self.kept: dict[tuple[str, int], Any] = {}
+        self.early: dict[str, Any] = {}
+
+    @contextmanager
+    def keeping(self, spread: Spread | None, early: _Early | None = None, case: int = 0) -> Iterator[None]:
+        """Keep what is computed for the columns of `spread`, until the scope that it is computed in ends; begin with what
+        was fetched early."""
+        before = self.spread, self.kept, self.early
+        self.spread, self.kept, self.early = spread, {}, {}
+        if early is not None:
+            self.kept, self.early = early.elements(case), early.numbers(case)
+        yield
+        self.spread, self.kept, self.early = before
 
     def shape(self, name: str) -> tuple[int, int]:
         """(heads, columns of a head)."""
@@ -66,13 +107,16 @@ class Evaluator:
 
     def prepare(self, names: Iterable[str], row: Any, head: Any, total: Callable[[Any, int], Any]) -> None:
         """Compute what is one number for a row or head. `total(term, columns)` sums term(column) over a head."""
-        self.prepared = {}
-        for node in self.upstream(names):
+        self.prepared = dict(self.early)
+        nodes = self.upstream(names)
+        for node in nodes:
             if node.op == "embed":
                 self.prepared[node.name] = load_int(self.env.buffer(node.inputs[0]), [row])
-            elif node.op in ("zero_at", "rope"):
+            elif node.op in ("zero_at", "rope") and node.name not in self.early:
                 self.prepared[node.name] = self.at(node.inputs[1], Place(row, 0, 0))
-            elif node.op == "rms_norm":
+        self._fetch(nodes, row, head)
+        for node in nodes:
+            if node.op == "rms_norm":
                 columns = self.shape(node.name)[1]
 
                 def square(column, name=node.inputs[0]):
@@ -82,8 +126,31 @@ class Evaluator:
                 mean = total(square, columns) * T.float32(1.0 / columns)
                 self.prepared[node.name] = hold(T.rsqrt(mean + T.float32(node.attr["eps"])))
 
+    def _fetch(self, nodes: Sequence[Node], row: Any, head: Any) -> None:
+        """Start the loads of what norms add up and of the angles of rotations, before anything waits for one of them."""
+        for node in nodes:
+            simple = not any(other.op == "rms_norm" for other in self.upstream(node.inputs[:1]))
+            for column in self._own_columns(self.shape(node.name)[1]):
+                if node.op == "rms_norm" and simple:
+                    self.at(node.inputs[0], Place(row, head, column))
+                elif node.op == "rope" and self._turns_own(node):
+                    self._angles(node, column)
+
+    def _own_columns(self, count: int) -> list[Any]:
+        if self.spread is None:
+            return []
+        return self.spread.columns[: count // self.spread.step]
+
     def at(self, name: str, place: Place) -> Any:
         """One element, fp32 (int32 for integer values)."""
+        index = None if self.spread is None else self.spread.index(place.column)
+        if index is None:
+            return self._at(name, place)
+        if (name, index) not in self.kept:
+            self.kept[name, index] = self._at(name, place)
+        return self.kept[name, index]
+
+    def _at(self, name: str, place: Place) -> Any:
         if name in self.known:
             return self.known[name](place)
         node = self.producer.get(name)
@@ -106,17 +173,22 @@ class Evaluator:
         hit = T.EQ(self.prepared[node.name], T.int32(node.attr["value"]))
         return hold(T.Select(hit, T.float32(0), self.at(node.inputs[0], place)))
 
+    def norm_weight(self, node: Node, column: Any) -> Any:
+        weight = load(self.env.buffer(node.inputs[1]), [column], constant=True)
+        return weight + T.float32(1) if node.attr["flavour"] == "zero_centred" else weight
+
     def _rms_norm(self, node: Node, place: Place) -> Any:
-        weight = load(self.env.buffer(node.inputs[1]), [place.column], constant=True)
-        if node.attr["flavour"] == "zero_centred":
-            weight = weight + T.float32(1)
+        index = None if self.spread is None else self.spread.index(place.column)
+        weight = None if index is None else self.kept.get((f"{node.name} weight", index))
+        if weight is None:
+            weight = self.norm_weight(node, place.column)
         return hold(self.at(node.inputs[0], place) * self.prepared[node.name] * weight)
 
     def _cat(self, node: Node, place: Place) -> Any:
         result, start = register("float32"), 0
         for name in node.inputs:
             columns = self.shape(name)[1]
-            with T.If(T.And(place.column >= start, place.column < start + columns)), T.Then():
+            with T.If(T.And(place.column >= start, place.column < start + columns)), T.Then(), self.keeping(None):
                 put(result, self.at(name, Place(place.row, place.head, place.column - start)))
             start += columns
         return result[0]
@@ -135,7 +207,45 @@ class Evaluator:
         columns = self.shape(node.inputs[0])[1]
         return self.at(node.inputs[0], Place(place.row, T.floordiv(place.column, columns), T.floormod(place.column, columns)))
 
+    def turns_early(self, node: Node) -> bool:
+        """Are position and angles known before the wait, and few?"""
+        names = [node.inputs[1]]
+        while (producer := self.producer.get(names[-1])) is not None:
+            names.append(producer.inputs[0])
+        chain = {self.producer[name].op for name in names[:-1]}
+        return chain <= {"shift"} and self.env.steady(names[-1]) and self._turns_own(node)
+
+    def _turns_own(self, node: Node) -> bool:
+        """Does a rotation by halves have both elements of every pair in one thread?"""
+        columns, half = self.shape(node.name)[1], int(self.env.buffer(node.inputs[2]).shape[1])
+        own = self._own_columns(columns)
+        return self.spread is not None and node.attr["style"] == "half" and half % self.spread.step == 0 and len(own) > 0
+
+    def _angles(self, node: Node, column: Any) -> tuple[Any, Any, int, bool] | None:
+        """(cos, sin, index of the partner, is the second of its pair) of an own column, None for what is not turned."""
+        assert self.spread is not None
+        half = int(self.env.buffer(node.inputs[2]).shape[1])
+        apart, index = half // self.spread.step, self.spread.index(column)
+        assert index is not None
+        if index >= 2 * apart:
+            return None
+        first, second = index % apart, index >= apart
+        if (f"{node.name} cos", first) not in self.kept:
+            for name, table in zip(("cos", "sin"), node.inputs[2:4], strict=True):
+                place = [self.prepared[node.name], self.spread.columns[first]]
+                self.kept[f"{node.name} {name}", first] = load(self.env.buffer(table), place, constant=True)
+        partner = index - apart if second else index + apart
+        return self.kept[f"{node.name} cos", first], self.kept[f"{node.name} sin", first], partner, second
+
     def _rope(self, node: Node, place: Place) -> Any:
+        if self.spread is not None and self.spread.index(place.column) is not None and self._turns_own(node):
+            angles = self._angles(node, place.column)
+            whole = self.at(node.inputs[0], place)
+            if angles is None:
+                return whole
+            c, s, partner, second = angles
+            other = self.at(node.inputs[0], Place(place.row, place.head, self.spread.columns[partner]))
+            return hold(whole * c + other * s if second else whole * c - other * s)
         cos, sin = (self.env.buffer(name) for name in node.inputs[2:4])
         half = int(cos.shape[1])
         whole = self.at(node.inputs[0], place)
@@ -166,100 +276,194 @@ def refuse_rows(env_plan: Any, nodes: Sequence[Node], sinks: Sequence[str]) -> s
 
 
 def emit_rows(env: Any, nodes: Sequence[Node], sinks: Sequence[str], *, warps: int) -> None:
-    """Store `sinks` and do the appends among `nodes`: a block per row, and a warp per row and head for what has heads."""
+    """Store `sinks` and do the appends among `nodes`: a block per row and flat value (the parts of a concatenation apart), and
+    a warp per row and head for what has heads."""
     evaluator = Evaluator(env, nodes)
     headed = [name for name in sinks if env.plan.circuit.types[name].rank == 3]
-    flat = [name for name in sinks if name not in headed]
+    flat = [piece for name in sinks if name not in headed for piece in _pieces(evaluator, name)]
     appends = [node for node in nodes if node.op == "append"]
     if flat:
-        with env.kernel(env.plan.rows, warps) as at:
-            for name in flat:
-                _store_row(evaluator, name, at, warps)
+        _emit_flat(evaluator, flat, warps)
     if headed or appends:
         _emit_heads(evaluator, headed, appends)
 
 
-def _store_row(evaluator: Evaluator, name: str, at: Any, warps: int) -> None:
-    """One value of one row by the whole block."""
-    env, thread = evaluator.env, at.warp * 32 + at.lane
-    evaluator.prepare([name], at.block, 0, lambda term, columns: block_sum(term, columns, at, warps))
-    if evaluator.types[name].dtype == "i32":
-        with T.If(thread < 1), T.Then():
-            store(env.buffer(name), [at.block], evaluator.at(name, Place(at.block, 0, 0)))
-        return
-    target = env.flat(name)
-    for piece, start in _pieces(evaluator, name):
-        for_each(
-            evaluator.shape(piece)[1],
-            thread,
-            warps * 32,
-            lambda column, piece=piece, start=start: store(
-                target, [at.block, column + start], evaluator.at(piece, Place(at.block, 0, column))
-            ),
-        )
+@dataclass(frozen=True)
+class _Piece:
+    """The value `name`, stored in `sink` from column `start` on."""
+
+    sink: str
+    name: str
+    start: int
 
 
-def _pieces(evaluator: Evaluator, name: str) -> list[tuple[str, int]]:
-    """A concatenation as its parts with their first columns, so that no element asks where it is."""
+def _pieces(evaluator: Evaluator, name: str) -> list[_Piece]:
+    """A concatenation as its parts, so that no element asks where it is."""
     node = evaluator.producer.get(name)
-    if node is None or node.op != "cat":
-        return [(name, 0)]
     pieces, start = [], 0
-    for item in node.inputs:
-        pieces.append((item, start))
+    for item in node.inputs if node is not None and node.op == "cat" else (name,):
+        pieces.append(_Piece(name, item, start))
         start += evaluator.shape(item)[1]
     return pieces
 
 
+class _Early:
+    """What does not depend on earlier kernels, fetched before the wait: weights of norms, positions and their angles.
+
+    A block or warp serves one of several cases; the wait comes once for all, so their registers lie outside the branches.
+    """
+
+    def __init__(self, evaluator: Evaluator, spread: Spread, row: Any, cases: Sequence[Sequence[str]]):
+        self.evaluator, self.spread, self.row = evaluator, spread, row
+        self.norms, self.turns = [], []
+        for names in cases:
+            nodes = evaluator.upstream(names)
+            # A norm of another length than its case is read elsewhere than at the case's own columns.
+            length = max(evaluator.shape(name)[1] for name in names)
+            alike = [node for node in nodes if evaluator.shape(node.name)[1] == length]
+            self.norms.append([node for node in alike if node.op == "rms_norm"])
+            with evaluator.keeping(spread):
+                self.turns.append([node for node in alike if node.op == "rope" and evaluator.turns_early(node)])
+        count = len(spread.columns)
+        self.weights = [register("float32", count, "norm_weight") for _ in range(max(map(len, self.norms)) if count else 0)]
+        self.positions = [register("int32", name="position") for _ in range(max(map(len, self.turns)))]
+        self.angles = [(register("float32", count, "cos"), register("float32", count, "sin")) for _ in self.positions]
+
+    @property
+    def worth_it(self) -> bool:
+        return bool(self.weights or self.positions)
+
+    def fetch(self, case: int) -> None:
+        evaluator, columns = self.evaluator, self.spread.columns
+        for node, position in zip(self.turns[case], self.positions, strict=False):
+            put(position, evaluator.at(node.inputs[1], Place(self.row, 0, 0)))
+        for node, weights in zip(self.norms[case], self.weights, strict=False):
+            for index, column in enumerate(columns[: evaluator.shape(node.name)[1] // self.spread.step]):
+                put(weights, evaluator.norm_weight(node, column), index)
+        for node, position, angles in zip(self.turns[case], self.positions, self.angles, strict=False):
+            for table, kept in zip(node.inputs[2:4], angles, strict=True):
+                buffer = evaluator.env.buffer(table)
+                for index in range(int(buffer.shape[1]) // self.spread.step):
+                    put(kept, load(buffer, [position[0], columns[index]], constant=True), index)
+
+    def elements(self, case: int) -> dict[tuple[str, int], Any]:
+        """As `Evaluator.kept`."""
+        found = {}
+        for node, weights in zip(self.norms[case], self.weights, strict=False):
+            found |= {(f"{node.name} weight", index): weights[index] for index in range(len(self.spread.columns))}
+        for node, angles in zip(self.turns[case], self.angles, strict=False):
+            for name, kept in zip(("cos", "sin"), angles, strict=True):
+                apart = int(self.evaluator.env.buffer(node.inputs[2]).shape[1]) // self.spread.step
+                found |= {(f"{node.name} {name}", index): kept[index] for index in range(apart)}
+        return found
+
+    def numbers(self, case: int) -> dict[str, Any]:
+        """As `Evaluator.prepared`."""
+        return {node.name: position[0] for node, position in zip(self.turns[case], self.positions, strict=False)}
+
+
+def _emit_flat(evaluator: Evaluator, pieces: Sequence[_Piece], warps: int) -> None:
+    """One value of one row by a whole block."""
+    env, threads = evaluator.env, warps * 32
+    with env.kernel(env.plan.rows * len(pieces), warps, early=True) as at:
+        thread = hold(at.warp * 32 + at.lane, "int32")
+        row, turn = hold(T.floordiv(at.block, len(pieces)), "int32"), hold(T.floormod(at.block, len(pieces)), "int32")
+        spread = Spread(thread, threads, max(evaluator.shape(piece.name)[1] for piece in pieces))
+        early = _Early(evaluator, spread, row, [[piece.name] for piece in pieces])
+
+        def store_piece(case: int) -> None:
+            piece = pieces[case]
+            name, columns = piece.name, evaluator.shape(piece.name)[1]
+            with evaluator.keeping(spread, early, case):
+                evaluator.prepare([name], row, 0, lambda term, count: block_sum(term, count, spread, at, warps))
+                if evaluator.types[name].dtype == "i32":
+                    with T.If(thread < 1), T.Then(), evaluator.keeping(None):
+                        store(env.buffer(piece.sink), [row], evaluator.at(name, Place(row, 0, 0)))
+                    return
+                target = env.flat(piece.sink)
+                spread.each(columns, lambda c: store(target, [row, c + piece.start], evaluator.at(name, Place(row, 0, c))))
+
+        cases = [T.EQ(turn, case) for case in range(len(pieces))]
+        if early.worth_it:
+            _choose(cases, early.fetch)
+        env.wait()
+        _choose(cases, store_piece)
+
+
+def _choose(cases: Sequence[Any], body: Callable[[int], None]) -> None:
+    """body(case) where its condition holds; a single case needs none."""
+    if len(cases) == 1:
+        return body(0)
+    for case, condition in enumerate(cases):
+        with T.If(condition), T.Then():
+            body(case)
+
+
 def _emit_heads(evaluator: Evaluator, sinks: Sequence[str], appends: Sequence[Node], warps: int = 4) -> None:
     env = evaluator.env
-    counts = [evaluator.shape(name)[0] for name in sinks] + [evaluator.shape(node.inputs[1])[0] for node in appends]
-    units = sum(counts)
-    with env.kernel(-(-env.plan.rows * units // warps), warps) as at:
+    wanted = [[name] for name in sinks] + [list(node.inputs[1:]) for node in appends]
+    counts = [evaluator.shape(names[0])[0] for names in wanted]
+    units, rows = sum(counts), env.plan.rows
+    with env.kernel(-(-rows * units // warps), warps, early=True) as at:
         unit = hold(at.block * warps + at.warp, "int32")
         row = hold(T.floordiv(unit, units), "int32")
         place = hold(T.floormod(unit, units), "int32")
-        first = 0
-        for sink, count in zip((*sinks, *appends), counts, strict=True):
-            mine = T.And(place >= first, place < first + count)
-            with T.If(T.And(mine, row < env.plan.rows)), T.Then():
-                head = hold(place - first, "int32")
-                if isinstance(sink, Node):
-                    _append_head(evaluator, sink, row, head, at.lane)
-                else:
-                    _store_head(evaluator, sink, row, head, at.lane)
-            first += count
+        spread = Spread(at.lane, 32, max(evaluator.shape(name)[1] for names in wanted for name in names))
+        early = _Early(evaluator, spread, row, wanted)
+        firsts = [sum(counts[:case]) for case in range(len(counts))]
+        cases = [
+            T.And(T.And(place >= first, place < first + count), row < rows) for first, count in zip(firsts, counts, strict=True)
+        ]
+        slots = [_slot_of(evaluator, node) for node in appends]
+        slot = register("int32", name="slot")
+
+        def fetch(case: int) -> None:
+            early.fetch(case)
+            if case >= len(sinks):
+                put(slot, load_int(slots[case - len(sinks)], [row]))
+
+        def body(case: int) -> None:
+            head = hold(place - firsts[case], "int32")
+            if case < len(sinks):
+                with evaluator.keeping(spread, early, case):
+                    _store_head(evaluator, sinks[case], row, head, spread)
+            else:
+                with T.If(slot[0] >= 0), T.Then(), evaluator.keeping(spread, early, case):
+                    _append_head(evaluator, appends[case - len(sinks)], row, head, slot[0], spread)
+
+        for case, condition in enumerate(cases):
+            with T.If(condition), T.Then():
+                fetch(case)
+        env.wait()
+        for case, condition in enumerate(cases):
+            with T.If(condition), T.Then():
+                body(case)
 
 
-def _store_head(evaluator: Evaluator, name: str, row: Any, head: Any, lane: Any) -> None:
+def _slot_of(evaluator: Evaluator, node: Node) -> Any:
+    return evaluator.env.buffer(f"{_state_of(evaluator, node)}.slot")
+
+
+def _state_of(evaluator: Evaluator, node: Node) -> str:
+    return next(t.state for t in (evaluator.types[name] for name in node.inputs) if isinstance(t, StateType))
+
+
+def _store_head(evaluator: Evaluator, name: str, row: Any, head: Any, spread: Spread) -> None:
     columns, target = evaluator.shape(name)[1], evaluator.env.flat(name)
-    evaluator.prepare([name], row, head, lambda term, count: warp_total(term, count, lane))
-    for_each(
-        columns,
-        lane,
-        32,
-        lambda column: store(target, [row, head * columns + column], evaluator.at(name, Place(row, head, column))),
-    )
+    evaluator.prepare([name], row, head, lambda term, count: warp_total(term, count, spread))
+    spread.each(columns, lambda c: store(target, [row, head * columns + c], evaluator.at(name, Place(row, head, c))))
 
 
-def _append_head(evaluator: Evaluator, node: Node, row: Any, head: Any, lane: Any) -> None:
-    env = evaluator.env
-    state = next(t.state for t in (evaluator.types[name] for name in node.inputs) if isinstance(t, StateType))
-    caches = [env.cache(f"{state}.{part}") for part in ("k", "v")]
-    slot = load_int(env.buffer(f"{state}.slot"), [row])
-    with T.If(slot >= 0), T.Then():
-        evaluator.prepare(node.inputs[1:], row, head, lambda term, count: warp_total(term, count, lane))
-        block, offset = T.floordiv(slot, caches[0].block_size), T.floormod(slot, caches[0].block_size)
-        line = hold(caches[0].line(int(node.attr["layer"]), block, head, offset), "int64")
-        for cache, name in zip(caches, node.inputs[1:], strict=True):
-            for_each(
-                evaluator.shape(name)[1],
-                lane,
-                32,
-                lambda column, cache=cache, name=name: store(
-                    cache.lines, [line, wide(column)], evaluator.at(name, Place(row, head, column))
-                ),
-            )
+def _append_head(evaluator: Evaluator, node: Node, row: Any, head: Any, slot: Any, spread: Spread) -> None:
+    caches = [evaluator.env.cache(f"{_state_of(evaluator, node)}.{part}") for part in ("k", "v")]
+    evaluator.prepare(node.inputs[1:], row, head, lambda term, count: warp_total(term, count, spread))
+    block, offset = T.floordiv(slot, caches[0].block_size), T.floormod(slot, caches[0].block_size)
+    line = hold(caches[0].line(int(node.attr["layer"]), block, head, offset), "int64")
+    for cache, name in zip(caches, node.inputs[1:], strict=True):
+        spread.each(
+            evaluator.shape(name)[1],
+            lambda c, cache=cache, name=name: store(cache.lines, [line, wide(c)], evaluator.at(name, Place(row, head, c))),
+        )
 
 
 def for_each(count: int, first: Any, step: int, body: Callable[[Any], None]) -> None:
@@ -276,19 +480,14 @@ def for_each(count: int, first: Any, step: int, body: Callable[[Any], None]) -> 
             body(hold(first + whole * step, "int32"))
 
 
-def warp_total(term: Callable[[Any], Any], columns: int, lane: Any) -> Any:
+def warp_total(term: Callable[[Any], Any], columns: int, spread: Spread) -> Any:
     """Sum of term(column) over the columns, by one warp."""
-    total = register("float32")
-    put(total, T.float32(0))
-    for_each(columns, lane, 32, lambda column: put(total, total[0] + term(column)))
-    return hold(T.cuda.warp_sum(total[0]))
+    return hold(T.cuda.warp_sum(_own_total(term, columns, spread)[0]))
 
 
-def block_sum(term: Callable[[Any], Any], columns: int, at: Any, warps: int) -> Any:
+def block_sum(term: Callable[[Any], Any], columns: int, spread: Spread, at: Any, warps: int) -> Any:
     """Sum of term(column) over the columns, by the whole block; every thread gets it."""
-    total = register("float32")
-    put(total, T.float32(0))
-    for_each(columns, at.warp * 32 + at.lane, warps * 32, lambda column: put(total, total[0] + term(column)))
+    total = _own_total(term, columns, spread)
     shared = T.alloc_buffer((warps,), "float32", scope="shared")
     part = hold(T.cuda.warp_sum(total[0]))
     with T.If(at.lane < 1), T.Then():
@@ -298,6 +497,13 @@ def block_sum(term: Callable[[Any], Any], columns: int, at: Any, warps: int) -> 
     for warp in range(warps):
         put(total, total[0] + shared[warp])
     return total[0]
+
+
+def _own_total(term: Callable[[Any], Any], columns: int, spread: Spread) -> Any:
+    total = register("float32")
+    put(total, T.float32(0))
+    spread.each(columns, lambda column: put(total, total[0] + term(column)))
+    return total
 
 
 def sinks_of(plan: Any, group: Any, nodes: Sequence[Node]) -> tuple[str, ...]:

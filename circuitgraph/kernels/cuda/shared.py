@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tvm.tirx.script import builder as T
 
 from ...circuit.types import StateType, TensorType
 from ...plan.ir import VIEWS, Group, Plan, Scratch
-from .attention import Query, emit_combine
+from .attention import Query
 from .epilogue import meeting
-from .plain import ROWS, Partials
+from .plain import ROWS, Logits, Partials
 from .row_program import Evaluator, Place, emit_rows, for_each, refuse_rows, sinks_of
 from .values import hold, load, store
 
@@ -55,16 +56,25 @@ def refuse_meeting(group: Group) -> str | None:
 
 def refuse_top1(group: Group) -> str | None:
     shape = [node.op for node in (*group.anchors, *group.epilogue)]
-    return None if shape == ["linear", "top1"] else f"expected linear and top1, got {shape}"
+    fits = shape in (["linear", "top1"], ["linear", "masked_top1"])
+    return None if fits else f"expected linear and top1 or masked_top1, got {shape}"
+
+
+def logits_of(env, group: Group) -> Logits:
+    (linear,), (top1,) = group.anchors, group.epilogue
+    return Logits(
+        bias=env.buffer(linear.inputs[2]) if len(linear.inputs) == 3 else None,
+        allowed=env.buffer(top1.inputs[1]) if top1.op == "masked_top1" else None,
+    )
 
 
 def partial_scratch(parts: int, rows: int) -> tuple[Scratch, ...]:
     kinds = (("best", "f32"), ("index", "i32"), ("total", "f32"))
-    return tuple(Scratch(name, TensorType(dtype, (parts, rows))) for name, dtype in kinds)
+    return tuple(Scratch.own(name, TensorType(dtype, (parts, rows))) for name, dtype in kinds)
 
 
 def partials_of(env) -> Partials:
-    return Partials(*(env.buffer(name) for name in ("best", "index", "total")))
+    return Partials(*(env.scratch(name) for name in ("best", "index", "total")))
 
 
 def refuse_attend(plan: Plan, group: Group, parts: int) -> str | None:
@@ -86,10 +96,11 @@ def attend_facts(plan: Plan, group: Group) -> tuple[int, int, int, set[str]]:
 def attend_scratch(plan: Plan, group: Group, parts: int) -> tuple[Scratch, ...]:
     rows, heads, dim = (int(size) for size in plan.circuit.types[group.anchors[0].inputs[0]].shape)  # type: ignore[union-attr]
     shapes = (("sums", (rows, heads, parts, dim)), ("stats", (rows, heads, parts, 2)))
-    return tuple(Scratch(name, TensorType("f32", shape)) for name, shape in shapes)
+    return tuple(Scratch.own(name, TensorType("f32", shape)) for name, shape in shapes)
 
 
-def query_of(env, group: Group) -> Query:
+def query_of(env, group: Group, parts: int, *, joined: bool = False) -> Query:
+    """joined: by the launch itself, without scratch."""
     (node,) = group.anchors
     state = state_of(env.plan, node)
     return Query(
@@ -99,8 +110,8 @@ def query_of(env, group: Group) -> Query:
         layer=int(node.attr["layer"]),
         **{part: env.buffer(f"{state}.{part}") for part in ("table", "seq", "start", "length")},
         scale=float(node.attr["scale"]),
-        sums=env.buffer("sums"),
-        stats=env.buffer("stats"),
+        parts=parts,
+        **({} if joined else {name: env.scratch(name) for name in ("sums", "stats")}),
     )
 
 
@@ -108,8 +119,8 @@ def state_of(plan: Plan, node: Any) -> str:
     return next(t.state for t in (plan.circuit.types[name] for name in node.inputs) if isinstance(t, StateType))
 
 
-def emit_attend_end(env, group: Group, query: Query) -> None:
-    """Join the parts, with the epilogue on every element."""
+def attend_end(env, group: Group, query: Query) -> Callable[[Any, Any, Any, Any], None]:
+    """finish(row, head, column, value): the epilogue on one element of the joined parts."""
     (node,) = group.anchors
     sinks = sinks_of(env.plan, group, group.nodes)
     targets = {name: env.flat(name) for name in sinks}
@@ -120,7 +131,7 @@ def emit_attend_end(env, group: Group, query: Query) -> None:
         for name, target in targets.items():
             store(target, [row, head * dim + column], evaluator.at(name, Place(row, head, column)))
 
-    emit_combine(env, query, finish)
+    return finish
 
 
 def emit_copy(env, source: Any, target: Any) -> None:

@@ -19,7 +19,7 @@ from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
 from .architectures import architecture_of
-from .plain import Best, Partials, Projection
+from .plain import Best, Logits, Partials, Projection
 from .values import do, hold, load, put, register, store, wide, zeros
 
 STEP = 32
@@ -119,7 +119,7 @@ class Stream:
         self.tiles = first
         self.blocks = env.processors // cut.k_parts * cut.k_parts
 
-    def emit(self, *, partial: Any = None, best: Partials | None = None, bias: Any = None) -> None:
+    def emit(self, *, partial: Any = None, best: Partials | None = None, logits: Logits | None = None) -> None:
         """partial: [k_parts * rows, all columns] fp32, where the sums go instead of to the projections' `finish`."""
         cut = self.cut
         with self.env.kernel(self.blocks, cut.warps, early=True) as at:
@@ -131,10 +131,10 @@ class Stream:
             pool.commit()
             self.part = hold(T.floormod(at.block, cut.k_parts), "int32") if cut.k_parts > 1 else 0
             self.word = hold(self.part * (cut.columns // cut.k_parts // 2) + at.warp * 16 + at.lane % 4 * 4, "int32")
-            tile, turn = register("int32"), register("int32")
+            tile, turn = register("int32", name="tile"), register("int32", name="turn")
             put(tile, T.floordiv(at.block, cut.k_parts))
             put(turn, T.int32(0))
-            here, ahead = register("uint64", 2), register("uint64", 2)
+            here, ahead = register("uint64", 2, "here"), register("uint64", 2, "ahead")
             self._find(tile[0], here)
             for step in range(cut.stages):
                 with T.If(tile[0] < self.tiles), T.Then():
@@ -146,7 +146,7 @@ class Stream:
             inverse = self._fold_norm(weights) if self.norm else None
             state = Best() if best else None
             with T.While(tile[0] < self.tiles):
-                following = hold(tile[0] + self.blocks // cut.k_parts, "int32")
+                following = hold(tile[0] + self.blocks // cut.k_parts, "int32", "following")
                 self._find(following, ahead)
                 for group in range(cut.groups):
                     self.turn = turn[0]
@@ -156,7 +156,7 @@ class Stream:
                         sums = self._sums()
                         if inverse is not None:
                             sums = [hold(total * inverse) for total in sums]
-                        self._finish(tile[0], group, sums, partial, state, bias)
+                        self._finish(tile[0], group, sums, partial, state, logits)
                     put(turn, T.bitwise_xor(turn[0], 1))
                 for half in range(2):
                     put(here, ahead[half], half)
@@ -195,7 +195,7 @@ class Stream:
     def _multiply(self, group: int, here: Any, ahead: Any, following: Any) -> None:
         """The steps of one row group; every slot is filled again as soon as it has been read."""
         cut, at = self.cut, self.at
-        sums, piece = register("float32", cut.row_blocks * 4), register("uint32", 8)
+        sums, piece = register("float32", cut.row_blocks * 4, "sums"), register("uint32", 8, "weights")
         zeros(sums, cut.row_blocks * 4)
         for step in range(cut.steps):
             number = group * cut.steps + step
@@ -235,14 +235,14 @@ class Stream:
         results = []
         for matrix in range(self.matrices):
             place = self.thread if self.matrices == 1 else T.floordiv(self.thread, 8) * 16 + self.thread % 8 + matrix * 8
-            total = register("float32")
+            total = register("float32", name="total")
             put(total, T.float32(0))
             for warp in range(self.cut.warps):
                 put(total, total[0] + self.shared[self.turn, warp, place])
             results.append(total[0])
         return results
 
-    def _finish(self, tile: Any, group: int, sums: list[Any], partial: Any, state: Best | None, bias: Any) -> None:
+    def _finish(self, tile: Any, group: int, sums: list[Any], partial: Any, state: Best | None, logits: Any) -> None:
         row = hold(T.floordiv(self.thread, self.width), "int32")
         before = 0
         for segment in self.segments:
@@ -253,8 +253,7 @@ class Stream:
                 columns = segment.projection.columns
                 with T.If(column < columns), T.Then():
                     if state is not None:
-                        logit = sums[0] if bias is None else hold(sums[0] + load(bias, [column], constant=True))
-                        state.absorb(logit, column)
+                        logits.take(state, row, column, sums[0])
                     elif partial is not None:
                         for matrix, total in enumerate(sums):
                             place = before + matrix * columns + column
@@ -267,7 +266,7 @@ class Stream:
 
     def _load_x(self) -> None:
         cut = self.cut
-        self.fragments = register("uint32", cut.row_blocks * cut.steps * 4)
+        self.fragments = register("uint32", cut.row_blocks * cut.steps * 4, "x")
         for block in range(cut.row_blocks):
             row = T.min(block * 8 + T.floordiv(self.at.lane, 4), T.int32(cut.rows - 1))
             for step in range(cut.steps):
@@ -277,7 +276,7 @@ class Stream:
     def _norm_weights(self) -> Any:
         if self.norm is None:
             return None
-        weights = register("uint32", self.cut.steps * 4)
+        weights = register("uint32", self.cut.steps * 4, "norm_weights")
         for step in range(self.cut.steps):
             words = [weights[step * 4 + i] for i in range(4)]
             do(T.ptx["ld.global.nc.v4.b32"](*words, self.norm.weight.ptr_to([self.word + step * self.cut.warps * 16])))
@@ -290,7 +289,7 @@ class Stream:
         """
         cut, at, norm = self.cut, self.at, self.norm
         assert norm is not None
-        sums = register("float32", 4)
+        sums = register("float32", 4, "squares")
         for block in range(cut.row_blocks):
             zeros(sums, 4)
             c = [sums[i] for i in range(4)]

@@ -15,6 +15,7 @@ from .plain import Projection, emit_top1_final
 from .row_program import Evaluator, Place, for_each, sinks_of
 from .shared import (
     emit_prologue,
+    logits_of,
     partial_scratch,
     partials_of,
     prologue_scratch,
@@ -129,7 +130,7 @@ class LinearStream(Kernel):
         if cut.k_parts == 1:
             return own
         columns = sum(int(plan.circuit.types[anchor.inputs[1]].shape[0]) for anchor in group.anchors)  # type: ignore[union-attr]
-        return (*own, Scratch("partial", TensorType("f32", (cut.k_parts * plan.rows, columns))))
+        return (*own, Scratch.own("partial", TensorType("f32", (cut.k_parts * plan.rows, columns))))
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
@@ -141,7 +142,7 @@ class LinearStream(Kernel):
         if stream.cut.k_parts == 1:
             stream.emit()
         else:
-            partial = env.buffer("partial")
+            partial = env.scratch("partial")
             stream.emit(partial=partial)
             emit_add_parts(env, stream.cut, projections, partial)
 
@@ -169,8 +170,7 @@ class Top1Stream(Kernel):
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
         (linear,), (top1,) = group.anchors, group.epilogue
-        bias = env.buffer(linear.inputs[2]) if len(linear.inputs) == 3 else None
         stream = stream_of(env, group, params, [Projection((env.words(linear.inputs[1]),), lambda *_: None)])
         partials = partials_of(env)
-        stream.emit(best=partials, bias=bias)
+        stream.emit(best=partials, logits=logits_of(env, group))
         emit_top1_final(env, partials, *(env.buffer(value.name) for value in top1.outputs))

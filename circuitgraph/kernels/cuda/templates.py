@@ -9,17 +9,18 @@ from typing import Any
 from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, within
 from .architectures import architecture_of, fitting
-from .attention import emit_plain_attention
+from .attention import emit_combine, emit_plain_attention
 from .epilogue import Epilogue, meeting, refuse_epilogue
-from .paged import PagedAttention, shared_bytes
+from .paged import CLUSTER, PagedAttention, shared_bytes
 from .plain import WARPS, Projection, emit_plain, emit_plain_top1, emit_top1_final
 from .row_program import emit_rows, refuse_rows, sinks_of
 from .shared import (
+    attend_end,
     attend_facts,
     attend_scratch,
-    emit_attend_end,
     emit_copy,
     emit_prologue,
+    logits_of,
     partial_scratch,
     partials_of,
     prologue_scratch,
@@ -125,9 +126,8 @@ class Top1Plain(Kernel):
     def emit(env, group: Group, params: Any) -> None:
         emit_prologue(env, group, params.warps)
         (linear,), (top1,) = group.anchors, group.epilogue
-        bias = env.buffer(linear.inputs[2]) if len(linear.inputs) == 3 else None
         partials = partials_of(env)
-        emit_plain_top1(env, env.flat(linear.inputs[0]), env.buffer(linear.inputs[1]), bias, partials)
+        emit_plain_top1(env, env.flat(linear.inputs[0]), env.buffer(linear.inputs[1]), logits_of(env, group), partials)
         emit_top1_final(env, partials, *(env.buffer(value.name) for value in top1.outputs))
 
 
@@ -139,11 +139,14 @@ class AttendPaged(Kernel):
 
     @dataclass(frozen=True)
     class Params:
-        """parts: blocks that share one row and KV head, 0 fills the GPU once; warps: of a block; stages: of each warp's ring."""
+        """parts: blocks that share one row and KV head, 0 fills the GPU once; warps: of a block; stages: of each warp's ring.
+        cluster: the parts are one cluster of at most 8 blocks, where the GPU has those, and join their sums through shared
+        memory; without, a second launch joins them."""
 
         parts: int = within(0, 0, 64)
         warps: int = within(8, 1, 16)
         stages: int = within(2, 2, 8)
+        cluster: bool = True
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
@@ -157,7 +160,15 @@ class AttendPaged(Kernel):
         used = shared_bytes(dim, heads // kv_heads, *AttendPaged.cut(plan, group, params))
         if used > architecture_of(plan).shared_bytes:
             return f"needs {used} B of shared memory"
-        return refuse_attend(plan, group, AttendPaged.parts(plan, group, params))
+        parts = AttendPaged.parts(plan, group, params)
+        if AttendPaged.joins(plan, params) and parts > CLUSTER:
+            return f"a cluster has at most {CLUSTER} blocks, got {parts} parts"
+        return refuse_attend(plan, group, parts)
+
+    @staticmethod
+    def joins(plan: Plan, params: Any) -> bool:
+        """Is there a cluster, where the GPU has them?"""
+        return params.cluster and architecture_of(plan).clusters
 
     @staticmethod
     def cut(plan: Plan, group: Group, params: Any) -> tuple[int, int]:
@@ -169,21 +180,28 @@ class AttendPaged(Kernel):
 
     @staticmethod
     def parts(plan: Plan, group: Group, params: Any) -> int:
-        kv_heads = attend_facts(plan, group)[2]
-        share = architecture_of(plan).processors / (plan.rows * kv_heads)
-        return params.parts or max(1, min(32, 1 << round(math.log2(max(share, 1)))))
+        most = CLUSTER if AttendPaged.joins(plan, params) else 32
+        share = architecture_of(plan).processors / (plan.rows * attend_facts(plan, group)[2])
+        return params.parts or max(1, min(most, 1 << round(math.log2(max(share, 1)))))
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
-        return attend_scratch(plan, group, AttendPaged.parts(plan, group, params))
+        return () if AttendPaged.joins(plan, params) else attend_scratch(plan, group, AttendPaged.parts(plan, group, params))
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
-        query, q = query_of(env, group), group.anchors[0].inputs[0]
-        kind = env.plan.circuit.types[q].dtype
+        q = group.anchors[0].inputs[0]
+        joins = AttendPaged.joins(env.plan, params)
+        query = query_of(env, group, AttendPaged.parts(env.plan, group, params), joined=joins)
         warps, stages = AttendPaged.cut(env.plan, group, params)
-        PagedAttention(env, query, env.words(q), kind, warps=warps, stages=stages).emit()
-        emit_attend_end(env, group, query)
+        kind = env.plan.circuit.types[q].dtype
+        attention = PagedAttention(env, query, env.words(q), kind, warps=warps, stages=stages)
+        finish = attend_end(env, group, query)
+        if joins:
+            attention.emit(finish)
+        else:
+            attention.emit()
+            emit_combine(env, query, finish)
 
 
 @kernel
@@ -208,6 +226,6 @@ class Attend(Kernel):
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
-        query = query_of(env, group)
+        query = query_of(env, group, params.parts)
         emit_plain_attention(env, query)
-        emit_attend_end(env, group, query)
+        emit_combine(env, query, attend_end(env, group, query))

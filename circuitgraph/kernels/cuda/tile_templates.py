@@ -12,6 +12,7 @@ from .epilogue import Epilogue, meeting, refuse_epilogue
 from .plain import Projection, emit_top1_final
 from .shared import (
     emit_prologue,
+    logits_of,
     partial_scratch,
     partials_of,
     prologue_scratch,
@@ -98,7 +99,8 @@ class Top1Tiles(Kernel):
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
         (linear,), (top1,) = group.anchors, group.epilogue
-        bias = env.buffer(linear.inputs[2]) if len(linear.inputs) == 3 else None
         partials = partials_of(env)
-        tiles_of(env, group, params, [Projection((env.words(linear.inputs[1]),), lambda *_: None)]).emit(best=partials, bias=bias)
+        tiles_of(env, group, params, [Projection((env.words(linear.inputs[1]),), lambda *_: None)]).emit(
+            best=partials, logits=logits_of(env, group)
+        )
         emit_top1_final(env, partials, *(env.buffer(value.name) for value in top1.outputs))

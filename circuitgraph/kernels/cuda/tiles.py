@@ -13,8 +13,8 @@ from typing import Any
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
-from .plain import Best, Partials, Projection
-from .values import do, hold, load, put, register, wide, zeros
+from .plain import Best, Logits, Partials, Projection
+from .values import do, hold, put, register, wide, zeros
 
 DEPTH = 64
 """Columns of x and weights in one stage: 128 bytes, 8 chunks of 16."""
@@ -57,7 +57,7 @@ class Tiles:
     def columns_of_tiles(self) -> int:
         return sum(self.counts)
 
-    def emit(self, *, best: Partials | None = None, bias: Any = None) -> None:
+    def emit(self, *, best: Partials | None = None, logits: Logits | None = None) -> None:
         """best: keep the best column of every row and tile instead of finishing elements."""
         tile = self.tile
         with self.env.kernel(self.columns_of_tiles * self.row_tiles, WARPS[0] * WARPS[1]) as at:
@@ -77,7 +77,7 @@ class Tiles:
             if best is None:
                 self._finish()
             else:
-                self._keep_best(best, bias)
+                self._keep_best(best, logits)
 
     # -- the ring ----------------------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ class Tiles:
         """Addresses of the chunks that this thread copies in every stage: one chunk column of every 32nd row."""
         tile, threads = self.tile, WARPS[0] * WARPS[1] * 32
         self.lines = (tile.rows + tile.weights) * 8 // threads
-        self.sources = register("uint64", self.lines)
+        self.sources = register("uint64", self.lines, "source")
         self.chunk = self.thread % 8
         for index in range(self.lines):
             line = index * (threads // 8) + T.floordiv(self.thread, 8)
@@ -122,7 +122,7 @@ class Tiles:
 
     def _multiply(self) -> None:
         stages, (m, n) = self.tile.stages, self.parts
-        self.sums = register("float32", m * n * 8)
+        self.sums = register("float32", m * n * 8, "sums")
         zeros(self.sums, m * n * 8)
         for stage in range(stages - 1):
             self._copy(T.int32(stage), stage)
@@ -142,7 +142,7 @@ class Tiles:
     def _step(self, slot: Any, step: int) -> None:
         """16 columns: fragments of x by 16 rows and of weights by 16, and their products."""
         (m, n), lane = self.parts, self.at.lane
-        x, w = register("uint32", m * 4), register("uint32", n * 4)
+        x, w = register("uint32", m * 4, "x"), register("uint32", n * 4, "weights")
         for i in range(m):
             line = self._row_start() + i * 16 + lane % 16
             self._load(x, i, slot, line, step * 2 + T.floordiv(lane, 16))
@@ -194,19 +194,18 @@ class Tiles:
                         projection.finish(row, column, sums)
             first += count
 
-    def _keep_best(self, best: Partials, bias: Any) -> None:
+    def _keep_best(self, best: Partials, logits: Any) -> None:
         """A warp a row of the tile."""
         columns, warps = self.projections[0].columns, WARPS[0] * WARPS[1]
         with T.serial(0, self.tile.rows // warps) as turn:
             line = hold(turn * warps + self.at.warp, "int32")
+            row = T.min(self.first_row + line, T.int32(self.rows - 1))
             state = Best()
             for index in range(self.width // 32):
                 within = index * 32 + self.at.lane
                 column = hold(self.place * self.width + within, "int32")
                 with T.If(column < columns), T.Then():
-                    logit = self.results[line, within]
-                    logit = hold(logit if bias is None else logit + load(bias, [column], constant=True))
-                    state.absorb(logit, column)
+                    logits.take(state, row, column, self.results[line, within])
             state.merge_lanes((16, 8, 4, 2, 1))
             with T.If(T.And(self.at.lane < 1, self.first_row + line < self.rows)), T.Then():
                 state.write(best, self.place, self.first_row + line)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 LOG2_E = 1.4426950408889634
@@ -21,18 +22,27 @@ def do(call: Any) -> None:
     T.evaluate(call)
 
 
-def register(dtype: str, count: int = 1) -> Any:
-    """`count` mutable locals; with constant indices the compiler keeps them in registers."""
-    return T.alloc_local((count,), dtype)
+NAMES = {"float32": "f", "int32": "i", "int64": "wide", "uint16": "half", "uint32": "word", "uint64": "address"}
+
+
+def named(name: str, buffer: Any) -> Any:
+    """The buffer, under this name in the generated text."""
+    IRBuilder.name("".join(letter if letter.isalnum() else "_" for letter in name).strip("_") or "value", buffer)
+    return buffer
+
+
+def register(dtype: str, count: int = 1, name: str = "") -> Any:
+    """`count` mutable locals; with constant indices the compiler keeps them in registers. `name`: in the generated text."""
+    return named(name or NAMES[dtype], T.alloc_local((count,), dtype))
 
 
 def put(target: Any, value: Any, index: int = 0) -> None:
     T.buffer_store(target, value, [index])
 
 
-def hold(value: Any, dtype: str = "float32") -> Any:
+def hold(value: Any, dtype: str = "float32", name: str = "") -> Any:
     """A value computed once, here."""
-    kept = register(dtype)
+    kept = register(dtype, name=name)
     put(kept, value)
     return kept[0]
 

@@ -1,0 +1,156 @@
+"""Running one propose: all drafts in one chain on the device, or step by step where the host decides on each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .batch import Batch
+from .grammar import Grammars
+from .proposer import Hiddens
+from .runner import DraftChain
+from .state import DEFERRED, MtpProposerState
+
+
+@dataclass
+class Call:
+    """The rows of a propose that draft: `rows` are their places in the caller's lists, `counts` drafts are wanted of each.
+
+    stop_logprob: a draft below it ends its chain. embed_target: where the last draft's embedding goes (one row only).
+    """
+
+    rows: list[int]
+    counts: list[int]
+    tokens: list[int]
+    hiddens: Hiddens
+    positions: list[int]
+    states: list[MtpProposerState]
+    stop_ids: Collection[int] = ()
+    grammars: Grammars | None = None
+    stop_logprob: float | None = None
+    embed_target: torch.Tensor | None = None
+
+    @property
+    def stepwise(self) -> bool:
+        return self.stop_logprob is not None or (self.grammars is not None and self.grammars.stepwise)
+
+
+@dataclass
+class Drafted:
+    """Drafts and their log-probabilities by row of the call; `deferred` is the id, int32[1], that the host did not read."""
+
+    ids: list[list[int]]
+    scores: list[list[float]]
+    deferred: torch.Tensor | None = None
+
+
+def run(batch: Batch, call: Call) -> Drafted:
+    return _step_by_step(batch, call) if call.stepwise else _in_one_chain(batch, call)
+
+
+def _in_one_chain(batch: Batch, call: Call) -> Drafted:
+    allowed = call.grammars.fill(call.rows) if call.grammars else None
+    rows = (call.tokens, call.hiddens, call.positions, call.states, call.counts)
+    if call.embed_target is not None:
+        return _all_but_the_last(batch, call, batch.chain(*rows, allowed=allowed))
+    made = Drafted(*batch.chain_lists(*rows, allowed=allowed))
+    _cut_all(call, made, 0)
+    return made
+
+
+def _all_but_the_last(batch: Batch, call: Call, chain: DraftChain) -> Drafted:
+    most = call.counts[0] - 1
+    if not most:  # a single deferred draft: the host waits for nothing
+        return _defer(batch, call, Drafted([[]], [[]]), chain.drafts[0, :1])
+    made = Drafted(chain.drafts[:, :most].tolist(), chain.logprobs[:, :most].tolist())
+    _cut_all(call, made, 1)
+    if len(made.ids[0]) == most and made.ids[0][-1] not in call.stop_ids:
+        return _defer(batch, call, made, chain.drafts[0, most : most + 1])
+    _embed_last(batch, call, made)
+    return made
+
+
+def _cut_all(call: Call, made: Drafted, unread: int) -> None:
+    """Every row's own drafts, as far as something was allowed, up to and with the first stop id."""
+    for place, (row, count) in enumerate(zip(call.rows, call.counts, strict=True)):
+        ids, scores = made.ids[place], made.scores[place]
+        if len(ids) != count - unread:
+            ids, scores = ids[: count - unread], scores[: count - unread]
+        if call.grammars and call.grammars.masked(row) and -math.inf in scores:  # nothing was allowed there
+            ends = scores.index(-math.inf)
+            ids, scores = ids[:ends], scores[:ends]
+        made.ids[place], made.scores[place] = _cut(ids, scores, call.stop_ids)
+
+
+def _step_by_step(batch: Batch, call: Call) -> Drafted:
+    """One draft position after the other, the host deciding who goes on."""
+    grammars = call.grammars
+    made = Drafted([[] for _ in call.rows], [[] for _ in call.rows])
+    going = list(range(len(call.rows)))
+    hiddens: Hiddens = call.hiddens
+    for step in range(max(call.counts)):
+        stays = [i for i in going if step < call.counts[i] and not (grammars and grammars.ended(call.rows[i]))]
+        if not stays:
+            break
+        if len(stays) < len(going):
+            hiddens = [hiddens[going.index(i)] for i in stays]
+        going = stays
+        chain = batch.chain(
+            [made.ids[i][-1] if step else call.tokens[i] for i in going],
+            hiddens,
+            [call.positions[i] + step for i in going],
+            [call.states[i] for i in going],
+            [1] * len(going),
+            ahead=step,
+            allowed=grammars.fill([call.rows[i] for i in going]) if grammars else None,
+        )
+        hiddens = chain.next_hidden
+        if call.embed_target is not None and step == call.counts[0] - 1:
+            return _defer(batch, call, made, chain.drafts[0])
+        ends = set()
+        for i, token, score in zip(going, chain.drafts[:, 0].tolist(), chain.logprobs[:, 0].tolist(), strict=True):
+            row = call.rows[i]
+            if grammars and ((grammars.masked(row) and score == -math.inf) or not grammars.accept(row, token)):
+                ends.add(i)  # nothing was allowed
+                continue
+            made.ids[i].append(token)
+            made.scores[i].append(score)
+            # An unmeasured score, NaN, compares as false.
+            if token in call.stop_ids or (call.stop_logprob is not None and score < call.stop_logprob):
+                ends.add(i)
+        if ends:
+            hiddens = [row for i, row in zip(going, hiddens, strict=True) if i not in ends]
+            going = [i for i in going if i not in ends]
+    if call.embed_target is not None:
+        _embed_last(batch, call, made)
+    return made
+
+
+def _defer(batch: Batch, call: Call, made: Drafted, token: torch.Tensor) -> Drafted:
+    """The last draft stays on the device: only its embedding is written."""
+    assert call.embed_target is not None
+    batch.runner.embed(token, call.embed_target)
+    made.ids[0].append(DEFERRED)
+    made.scores[0].append(math.nan)
+    made.deferred = token
+    return made
+
+
+def _embed_last(batch: Batch, call: Call, made: Drafted) -> None:
+    """The chain ended early, so the last draft is known."""
+    assert call.embed_target is not None
+    if made.ids[0]:
+        batch.runner.embed(batch.token.fill(made.ids[0][-1:]), call.embed_target)
+
+
+def _cut(ids: Sequence[int], scores: Sequence[float], stop_ids: Collection[int]) -> tuple[list[int], list[float]]:
+    """Drafts up to and with the first stop id."""
+    if not stop_ids:
+        return list(ids), list(scores)
+    for index, token in enumerate(ids):
+        if token in stop_ids:
+            return list(ids[: index + 1]), list(scores[: index + 1])
+    return list(ids), list(scores)

@@ -1,0 +1,135 @@
+"""What `MtpProposer` checks of its arguments, before anything changes."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any, NoReturn
+
+import torch
+
+from circuitgraph.errors import Fault, RuntimeUseError
+
+from .proposer import Hiddens
+from .runner import DraftRunner
+from .state import MtpProposerState, ProposerState
+
+
+class Checks:
+    """Refusals are RuntimeUseError."""
+
+    runner: DraftRunner
+
+    def _refuse(self, message: str, subject: str, expected: str, got: str, hint: str | None = None) -> NoReturn:
+        raise RuntimeUseError(Fault(message, where="MtpProposer", subject=subject, expected=expected, got=got, hint=hint))
+
+    # -- states ------------------------------------------------------------------------------------------------
+
+    def _mine(self, state: ProposerState, *, freed_too: bool = False) -> MtpProposerState:
+        if not isinstance(state, MtpProposerState) or state.owner is not self:
+            owner = getattr(state, "owner", None)
+            self._refuse("belongs to another proposer", "state", f"one made by {self!r}", f"one of {owner!r}")
+        if state.freed and not freed_too:
+            self._refuse("was freed", "state", "a live state", "a freed one")
+        return state
+
+    def _all_mine(self, states: Sequence[ProposerState]) -> list[MtpProposerState]:
+        mine = [self._mine(state) for state in states]
+        if len({id(state) for state in mine}) != len(mine):
+            self._refuse("one sequence cannot be in a batch twice", "states", "distinct states", "a state listed twice")
+        return mine
+
+    def _check_settled(self, state: MtpProposerState) -> None:
+        """Unverified rows would become context for good."""
+        self._check_known(state)
+        if state.last_drafts:
+            self._refuse("drafts are waiting for after_verify", "state", "after_verify first", f"{state.last_drafts} unverified")
+
+    def _check_known(self, state: MtpProposerState) -> None:
+        if state.unsettled:
+            got = f"{len(state.unsettled)} device-form proposes of unknown outcome"
+            self._refuse("its rows are known to the device only", "state", "settle first", got)
+
+    def _check_next(self, state: MtpProposerState, position: int) -> None:
+        """The row of the token at `position` has pair key position - 1, which must be newer than every row's."""
+        lowest = state.next_position
+        if not isinstance(position, Integral) or position < lowest:
+            self._refuse("that position has a row already, or no token before it", "position", f"{lowest} or more", str(position))
+
+    # -- lists and tensors -------------------------------------------------------------------------------------
+
+    def _same_length(self, **lists: Sequence | torch.Tensor) -> None:
+        lengths = {name: len(items) for name, items in lists.items()}
+        if len(set(lengths.values())) > 1:
+            got = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            self._refuse("lists of unequal length", "batch", "one item a sequence", got)
+
+    def _ids(self, tokens: Sequence[int] | torch.Tensor) -> list[int]:
+        """Tokens as plain integers: of a list, an array or a tensor."""
+        values = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # type: ignore[union-attr]
+        try:
+            return [operator.index(token) for token in values]
+        except TypeError:
+            self._refuse("are not integers in a row", "tokens", "a sequence of ints", repr(tokens)[:80])
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        vocab = self.runner.vocab_size
+        for token in tokens:
+            if not 0 <= token < vocab:
+                self._refuse("token outside the vocabulary", "token", f"0..{vocab - 1}", str(token))
+
+    def _check_hiddens(self, hiddens: Hiddens) -> None:
+        size, device = self.runner.hidden_size, self.runner.device
+        for row in [hiddens] if isinstance(hiddens, torch.Tensor) else hiddens:
+            dims = 2 if row is hiddens else 1
+            if not isinstance(row, torch.Tensor):
+                self._refuse("do not fit", "hiddens", "tensors", type(row).__name__)
+            if row.dim() != dims or row.shape[-1] != size or not row.is_floating_point() or row.device != device:
+                shape = "rows, " if dims == 2 else ""
+                self._refuse("do not fit", "hiddens", f"float[{shape}{size}] on {device}", _kind(row))
+
+    def _check_ints(self, name: str, tensor: Any, shape: tuple[int, ...]) -> None:
+        """int32 on the runner's device."""
+        device = self.runner.device
+        fits = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int32 and tensor.device == device
+        if not fits or tensor.shape != shape:
+            self._refuse("does not fit", name, f"int32{list(shape)} on {device}", _kind(tensor))
+
+    def _check_count(self, num_drafts: Any) -> None:
+        if not isinstance(num_drafts, Integral) or num_drafts < 0:
+            self._refuse("is no number of drafts", "num_drafts", "an int, 0 or more", repr(num_drafts))
+
+    def _check_accepted(self, accepted: Any, drafted: int) -> None:
+        if not isinstance(accepted, Integral) or not 0 <= int(accepted) <= drafted:
+            self._refuse("more drafts accepted than there were", "num_accepted", f"0..{drafted}", str(accepted))
+
+    def _check_threshold(self, stop_confidence: float | None) -> None:
+        known = stop_confidence is None or (isinstance(stop_confidence, float | int) and not math.isnan(stop_confidence))
+        if not known or not (stop_confidence is None or 0 <= stop_confidence <= 1):
+            self._refuse("is no probability", "stop_confidence", "0..1", repr(stop_confidence))
+
+    def _check_row(self, row: torch.Tensor | None, size: int) -> None:
+        """Where the last draft's embedding goes."""
+        if row is None:
+            return
+        device = self.runner.device
+        if not isinstance(row, torch.Tensor) or row.shape != (size,) or not row.is_floating_point() or row.device != device:
+            self._refuse("does not fit", "draft_embed_target", f"float[{size}] on {device}", _kind(row))
+
+    def _one_hidden(self, target_hidden: torch.Tensor | None, stack: torch.Tensor | None) -> torch.Tensor | None:
+        """The target's hidden that row 0 is made of: of several layers where a drafter takes them, which this one does not."""
+        if stack is None:
+            return target_hidden
+        if not isinstance(stack, torch.Tensor) or stack.dim() != 2 or stack.shape[0] != 1:
+            hint = "Hiddens of several layers are for EAGLE-3 and DFlash drafters."
+            self._refuse("this drafter takes one layer's hidden", "target_hidden_stack", "[1, H]", _kind(stack), hint)
+        return stack[0]
+
+
+def _kind(item: Any) -> str:
+    """A tensor's type, shape and device, or what else it is."""
+    if isinstance(item, torch.Tensor):
+        return f"{item.dtype}{list(item.shape)} on {item.device}"
+    return type(item).__name__
