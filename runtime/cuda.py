@@ -142,8 +142,8 @@ class CudaRunner(CompiledRunner):
             for program, first, count in self._parts(entry, n):
                 sizes = dict.fromkeys(storage, (_bucket(program.rows), width))
                 graph = self._graph(program, steps, storage, sizes, stops=True)
-                part = rows if count == n else ChainRows(*(items[first : first + count] for items in rows))
-                graph.run_packed(part, hidden[first : first + count], None if allowed is None else allowed[first : first + count])
+                mask = None if allowed is None else allowed[first : first + count]
+                graph.run_packed(rows.part(first, count), hidden[first : first + count], mask)
                 ids, scores = graph.read(count)
                 drafts += ids
                 logprobs += scores
@@ -262,7 +262,9 @@ class _Chain:
             for name, lengths in ((name, self.ints[f"{name}.lengths"]) for name in self.states)
         ]
         self.end = _converted(slots, self.drafts, self.logprobs, stops)
-        self.graphs: dict[bool, torch.cuda.CUDAGraph | None] = {}
+        self.graphs: dict[tuple[bool, bool], torch.cuda.CUDAGraph | None] = {}
+        self.newest: torch.cuda.CUDAGraph | None = None
+        """What was replayed last: `measure` times it."""
 
     def _arguments(self, step: int) -> list[Any]:
         given: dict[tuple[str, str], torch.Tensor] = {
@@ -295,7 +297,7 @@ class _Chain:
         else:
             self._stage_mixed(count, sources)
         self.hidden[:count].copy_(hidden[first : first + count])
-        if self.allowed is not None:
+        if self.allowed is not None and allowed is not None:
             self.allowed[:count].copy_(allowed[first : first + count])
         self._replay(formed=formed, masked=masked)
 
@@ -321,7 +323,7 @@ class _Chain:
         self._stage_tables(rows.blocks)
         self._send()
         self.hidden[:count].copy_(hidden)
-        if self.allowed is not None:
+        if self.allowed is not None and allowed is not None:
             self.allowed[:count].copy_(allowed)
         self._replay(formed=True, masked=False)
 
@@ -407,17 +409,15 @@ class _Chain:
     def _replay(self, *, formed: bool, masked: bool) -> None:
         """formed: positions and lengths are there; masked: some rows may have stopped. Recorded at the second use."""
         key = (formed, masked)
-        graph = self.graphs.get(key)
-        if graph is not None:
-            return graph.replay()
         if key not in self.graphs:
             self.graphs[key] = None
             return self._launch(*key)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._launch(*key)
-        self.graphs[key] = graph
-        graph.replay()
+        self.newest = self.graphs[key]
+        if self.newest is None:
+            self.newest = self.graphs[key] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.newest, capture_error_mode="thread_local"):
+                self._launch(*key)
+        self.newest.replay()
 
     def _launch(self, formed: bool, masked: bool) -> None:
         begin, end = self.runner.chain_functions

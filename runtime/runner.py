@@ -73,6 +73,13 @@ class ChainRows(NamedTuple):
     slots: Sequence[Sequence[int]]
     blocks: Sequence[Blocks]
 
+    def part(self, first: int, count: int) -> ChainRows:
+        """`count` of the rows."""
+        if count == len(self.tokens):
+            return self
+        cut = slice(first, first + count)
+        return ChainRows(self.tokens[cut], self.positions[cut], self.before[cut], self.slots[cut], self.blocks[cut])
+
 
 class DraftRunner(abc.ABC):
     """Runs the entries of one circuit with weights bound. One runner serves one device stream and one thread at a time.

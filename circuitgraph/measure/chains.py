@@ -166,11 +166,16 @@ def on_device(case: Case, device: torch.device) -> Case:
 
 
 def recorded_chain(runner: CompiledRunner, steps: int, case: Case) -> Callable[[], object]:
-    """The runner's own graph of a chain, as it replays it. Every step writes the same cache row: time does not depend on it."""
+    """The runner's own graph of a chain, as it replays it for a proposer: integers come from the host. Every step writes the
+    same cache row: time does not depend on it."""
     token, hidden, position = (case.inputs[name] for name in ("token", "hidden", "position"))
-    slots = next(iter(case.caches.values())).slot[None].repeat(steps, 1)
+    caches = {
+        name: replace(cache, **{part: getattr(cache, part).cpu() for part in ("slot", "seq", "table", "start", "length")})
+        for name, cache in case.caches.items()
+    }
+    slots = next(iter(caches.values())).slot[None].repeat(steps, 1)
     for _ in range(3):  # as it comes, recorded, replayed
-        runner.chain(steps, token, hidden, position, case.caches, slots)
+        runner.chain(steps, token.cpu(), hidden, position.cpu(), caches, slots)
     torch.cuda.synchronize()
     return newest_graph(runner)
 
@@ -182,7 +187,7 @@ def newest_graph(runner: CompiledRunner) -> Callable[[], object]:
         CircuitgraphError: that call was not a graph.
     """
     chain = next(reversed(getattr(runner, "_graphs", {}).values()), None)
-    graph = getattr(chain, "graph", None)
+    graph = getattr(chain, "newest", None)
     if graph is None:
         raise CircuitgraphError(Fault("the runner did not record a graph", where=runner.circuit.name))
     return graph.replay
@@ -277,6 +282,7 @@ class _Sequences:
         started = time.perf_counter()
         drafts = self.proposer.propose_batch(self.tokens, self.hiddens, positions, self.steps, self.states)
         taken = time.perf_counter() - started
+        assert isinstance(drafts, list)
         self._settle(drafts)
         return 1e6 * taken
 

@@ -11,6 +11,9 @@ from circuitgraph.interpreter import interpret
 from circuitgraph.measure.cases import Case, Span, make_case
 from circuitgraph.runtime import CompiledRunner
 
+ARTIFACTS: str | None = None
+"""The folder of --artifacts, for tests that cannot take fixtures."""
+
 CONTEXTS = (0, 1, 3, 4, 5, 15, 16, 17, 33, 130)
 """Cache rows before a call: around the sizes of blocks and tiles."""
 

@@ -12,10 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu import calls
+
 
 def pytest_addoption(parser):
     parser.addoption("--artifacts", default=None, help="folder that tests.gpu.pack filled")
     parser.addoption("--record", default=None, help="where to write what passed, with digests of the generated CUDA")
+
+
+def pytest_configure(config):
+    calls.ARTIFACTS = config.getoption("--artifacts", default=None)
 
 
 def artifacts_of(config) -> list[Path]:

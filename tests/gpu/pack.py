@@ -104,6 +104,8 @@ CASES = (
         context_rows=(16,),
         entries=STEP,
     ),
+    # What the lifecycle's random interleavings run on.
+    Case("lifecycle_f32", sizes=ODD, act="f32", wt="f32", kv="f32", widths=(1, 2, 3), context_rows=(4, 16), entries=MASKED),
     # Weights that are not of the activations' dtype.
     Case("mixed_f32_bf16", act="f32", kv="f32", widths=(1, 2), entries=STEP),
     # Against values that other people's code computed; widths 1 and 3 are what the cases call.

@@ -15,7 +15,6 @@ from circuitgraph.circuit.narrow import slice_entry
 from circuitgraph.interpreter import interpret
 from circuitgraph.ops import DTYPE_NAMES, PagedKV
 from circuitgraph.runtime import BlockPool, DraftRunner, MtpProposer, ProposerState, ReferenceRunner
-from tests.circuits import random_weights, small_mtp
 
 POSITIONS = 96
 """Rows of the tests' RoPE tables."""
@@ -24,6 +23,8 @@ POSITIONS = 96
 @functools.cache
 def drafter(seed: int = 0, **switches: Any) -> ReferenceRunner:
     """A random head; the same seed and switches give the same one (do not write to it)."""
+    from tests.circuits import random_weights, small_mtp  # the language's packages are not on every GPU machine
+
     circuit = small_mtp(switches, act="f32", wt="f32", kv="f32")
     return ReferenceRunner(circuit, random_weights(circuit, torch.Generator().manual_seed(seed), POSITIONS))
 
