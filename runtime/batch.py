@@ -72,7 +72,12 @@ class Batch:
     """Builds a call's tensors from states and runs it."""
 
     def __init__(self, runner: DraftRunner, pool: BlockPool):
-        self.runner, self.pool = runner, pool
+        self.pool = pool
+        self.use(runner)
+
+    def use(self, runner: DraftRunner) -> None:
+        """Columns lie where the runner takes integers."""
+        self.runner = runner
         columns = [Column(runner.integers_on) for _ in range(7)]
         self.token, self.position, self.seq, self.length, self.slot, self.start, self.block = columns
 

@@ -78,6 +78,7 @@ class CompiledRunner(DraftRunner):
             }
         self._block_size = _compiled_block_size(manifest)
         self._logged: set[tuple[str, int]] = set()
+        self._known_widths: dict[str, tuple[int, ...]] = {}
         self._bind()
 
     def _bind(self) -> None:
@@ -98,11 +99,11 @@ class CompiledRunner(DraftRunner):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        return self.manifest.widths("draft")
+        return self._widths("draft")
 
     @property
     def context_rows(self) -> tuple[int, ...]:
-        return self.manifest.widths("context")
+        return self._widths("context")
 
     @property
     def block_size(self) -> int | None:
@@ -111,8 +112,14 @@ class CompiledRunner(DraftRunner):
     def serves(self, n: int, *, masked: bool = False) -> str | None:
         return self._path(MASKED if masked else "draft", n)
 
+    def _widths(self, entry: str) -> tuple[int, ...]:
+        """As the manifest's, which looks through all functions each time."""
+        if entry not in self._known_widths:
+            self._known_widths[entry] = self.manifest.widths(entry)
+        return self._known_widths[entry]
+
     def _path(self, entry: str, n: int) -> str | None:
-        widths = self.manifest.widths(entry)
+        widths = self._widths(entry)
         if n < 1 or not widths:
             return None
         if n in widths:
@@ -192,7 +199,7 @@ class CompiledRunner(DraftRunner):
 
     def _parts(self, entry: str, n: int) -> Iterator[tuple[_Program, int, int]]:
         """(program, first row, rows) that serve n rows of `entry`, in order."""
-        widths = self.manifest.widths(entry)
+        widths = self._widths(entry)
         if not widths:
             raise self._no_programs(entry)
         # Context rows are always chunked: the one-row fallback is about drafting.
@@ -216,7 +223,7 @@ class CompiledRunner(DraftRunner):
         if (entry, n) not in self._logged:
             self._logged.add((entry, n))
             level = logging.INFO if path == "n-row" else logging.WARNING
-            widths = self.manifest.widths(entry)
+            widths = self._widths(entry)
             log.log(level, "%s: %d rows of '%s' run as %s (compiled: %s)", self.circuit.name, n, entry, path, widths)
 
 

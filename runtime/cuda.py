@@ -138,7 +138,7 @@ class CudaRunner(CompiledRunner):
         drafts: list[list[int]] = []
         logprobs: list[list[float]] = []
         width = _bucket(max(len(blocks.blocks) for blocks in rows.blocks))
-        with torch.cuda.device(self.device):
+        with self._device():
             for program, first, count in self._parts(entry, n):
                 sizes = dict.fromkeys(storage, (_bucket(program.rows), width))
                 graph = self._graph(program, steps, storage, sizes, stops=True)
@@ -148,6 +148,12 @@ class CudaRunner(CompiledRunner):
                 drafts += ids
                 logprobs += scores
         return drafts, logprobs
+
+    def _device(self) -> contextlib.AbstractContextManager[object]:
+        """Makes ours the current device; as a rule it is."""
+        if torch.cuda.current_device() == self.device.index:
+            return contextlib.nullcontext()
+        return torch.cuda.device(self.device)
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[None]:
@@ -181,7 +187,7 @@ class CudaRunner(CompiledRunner):
         # Tables are staged at sizes that are powers of two: a growing context changes them seldom.
         sizes = {name: (_bucket(cache.table.shape[0]), _bucket(cache.table.shape[1])) for name, cache in kv.items()}
         storage = {name: (cache.k, cache.v) for name, cache in kv.items()}
-        with torch.cuda.device(self.device):
+        with self._device():
             for program, first, count in self._parts(entry, n):
                 graph = self._graph(program, steps, storage, sizes, stops)
                 graph.run(first, count, token, hidden, position, kv, slots, allowed)
@@ -262,7 +268,7 @@ class _Chain:
             for name, lengths in ((name, self.ints[f"{name}.lengths"]) for name in self.states)
         ]
         self.end = _converted(slots, self.drafts, self.logprobs, stops)
-        self.graphs: dict[tuple[bool, bool], torch.cuda.CUDAGraph | None] = {}
+        self.graphs: dict[tuple[bool, bool, bool], torch.cuda.CUDAGraph | None] = {}
         self.newest: torch.cuda.CUDAGraph | None = None
         """What was replayed last: `measure` times it."""
 
@@ -321,11 +327,11 @@ class _Chain:
         self._await_copy()
         self.cells[: self.often] = tokens + slots + positions + lengths * len(self.states)
         self._stage_tables(rows.blocks)
-        self._send()
-        self.hidden[:count].copy_(hidden)
+        (self.hidden if count == n else self.hidden[:count]).copy_(hidden)
         if self.allowed is not None and allowed is not None:
             self.allowed[:count].copy_(allowed)
-        self._replay(formed=True, masked=False)
+        # The copy is part of the graph: `read` waits for all of it, so this memory is free again by the next call.
+        self._replay(formed=True, masked=False, sends=True)
 
     def _stage_tables(self, blocks: Sequence[Blocks]) -> None:
         """Tables whose blocks have changed since they were copied."""
@@ -406,9 +412,10 @@ class _Chain:
             view = self.views[key] = tensors[name][tuple(slice(size) for size in shape)]
         return view
 
-    def _replay(self, *, formed: bool, masked: bool) -> None:
-        """formed: positions and lengths are there; masked: some rows may have stopped. Recorded at the second use."""
-        key = (formed, masked)
+    def _replay(self, *, formed: bool, masked: bool, sends: bool = False) -> None:
+        """formed: positions and lengths are there; masked: some rows may have stopped; sends: with the copy of the staged
+        integers. Recorded at the second use."""
+        key = (formed, masked, sends)
         if key not in self.graphs:
             self.graphs[key] = None
             return self._launch(*key)
@@ -419,9 +426,11 @@ class _Chain:
                 self._launch(*key)
         self.newest.replay()
 
-    def _launch(self, formed: bool, masked: bool) -> None:
+    def _launch(self, formed: bool, masked: bool, sends: bool) -> None:
         begin, end = self.runner.chain_functions
         with self.runner._stream():
+            if sends:
+                self.packed.copy_(self.pinned, non_blocking=True)
             if not formed:
                 for arguments in self.begins:
                     begin(*arguments)

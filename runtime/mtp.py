@@ -594,7 +594,8 @@ class MtpProposer(Checks, DraftProposer):
                 have, wanted = (getattr(each.circuit, what) for each in (other, self._own))
                 if have != wanted:
                     self._refuse("computes other rows", f"runner's {what}", str(wanted), str(have))
-            self.runner = self._batch.runner = other
+            self._batch.use(other)
+            self.runner = other
 
     # -- memory ------------------------------------------------------------------------------------------------
 

@@ -205,35 +205,37 @@ class PagedAttention:
                 T.buffer_store(self.shared_stats, self.largest[0], [at.warp, head_row, 0])
                 T.buffer_store(self.shared_stats, self.total[0], [at.warp, head_row, 1])
         do(T.cuda.cta_sync())
-        thread = at.warp * 32 + at.lane
-        for member in range(self.group):
-            head = hold(self.kv_head * self.group + member, "int32")
-            top, total = register("float32"), register("float32")
-            put(top, T.float32(LOWEST))
-            put(total, T.float32(0))
-            for warp in range(self.warps):
-                put(top, T.max(top[0], self.shared_stats[warp, member, 0]))
-            shares = [hold(T.exp2(self.shared_stats[warp, member, 0] - top[0])) for warp in range(self.warps)]
-            for warp, share in enumerate(shares):
-                put(total, total[0] + share * self.shared_stats[warp, member, 1])
+        threads = self.warps * 32
 
-            def column(d, member=member, head=head, shares=shares):
-                value = register("float32")
-                put(value, T.float32(0))
-                for warp, share in enumerate(shares):
-                    put(value, value[0] + share * self.shared_sums[warp, member, d])
-                if keep:  # this thread alone reads the column
-                    T.buffer_store(self.shared_sums, value[0], [0, member, d])
+        # A loop, not written out: the code of a kernel comes from memory once in every step.
+        with T.serial(0, -(-self.group * self.dim // threads)) as turn:
+            index = hold(turn * threads + at.warp * 32 + at.lane, "int32", "index")
+            with T.If(index < self.group * self.dim), T.Then():
+                self._join_element(T.floordiv(index, self.dim), T.floormod(index, self.dim), keep)
+
+    def _join_element(self, member: Any, d: Any, keep: bool) -> None:
+        """One sum over the warps; the thread of column 0 joins the head's statistics, too."""
+        top, total, value = (register("float32", name=name) for name in ("top", "joined", "value"))
+        put(top, T.float32(LOWEST))
+        for number in (total, value):
+            put(number, T.float32(0))
+        for warp in range(self.warps):
+            put(top, T.max(top[0], self.shared_stats[warp, member, 0]))
+        for warp in range(self.warps):
+            share = hold(T.exp2(self.shared_stats[warp, member, 0] - top[0]))
+            put(total, total[0] + share * self.shared_stats[warp, member, 1])
+            put(value, value[0] + share * self.shared_sums[warp, member, d])
+        if keep:  # this thread alone reads the column
+            T.buffer_store(self.shared_sums, value[0], [0, member, d])
+        else:
+            head = self.kv_head * self.group + member
+            store(self.query.sums, [self.row, head, self.part, d], value[0])
+        with T.If(d < 1), T.Then():
+            for index, number in enumerate((top, total)):
+                if keep:
+                    T.buffer_store(self.part_stats, number[0], [member, index])
                 else:
-                    store(self.query.sums, [self.row, head, self.part, d], value[0])
-
-            for_each(self.dim, thread, self.warps * 32, column)
-            with T.If(thread < 1), T.Then():
-                for index, number in enumerate((top, total)):
-                    if keep:
-                        T.buffer_store(self.part_stats, number[0], [member, index])
-                    else:
-                        store(self.query.stats, [self.row, head, self.part, index], number[0])
+                    store(self.query.stats, [self.row, head, self.part, index], number[0])
 
     def _join_parts(self, finish: Callable[[Any, Any, Any, Any], None]) -> None:
         """Every block of the cluster finishes some of the elements, with all blocks' sums; zero where a row sees nothing."""

@@ -51,12 +51,22 @@ class Geometry:
         return self.warps * (self.stages * 1024 + 2 * self.rows * 64 + self.row_blocks * 32)
 
 
-def geometry(rows: int, columns: int, warps: int, stages: int, k_parts: int, registers: int) -> Geometry | str:
+def geometry(
+    rows: int,
+    columns: int,
+    warps: int,
+    stages: int,
+    k_parts: int,
+    registers: int,
+    work: Callable[[int, int], float] = lambda groups, parts: 0,
+) -> Geometry | str:
     """The cut of a product over `columns`, or why there is none.
 
     Args:
         stages: how many the ring should have about.
         k_parts: parts of the columns, 0 for the fewest whose x fits `registers` registers of a thread.
+        work: row groups that the busiest block takes, for tiles of so many groups and so many parts. Where smaller tiles
+            spread a narrow layer better, a shorter ring is accepted for them.
     """
     if rows > 32:
         return f"at most 32 rows, got {rows}"
@@ -66,11 +76,15 @@ def geometry(rows: int, columns: int, warps: int, stages: int, k_parts: int, reg
         steps = columns // (parts * STEP * warps)
         if steps * 4 * -(-rows // 8) > registers:
             continue
+        cuts = []
         for groups in (1, 2, 4, 8):
-            fitting = [d for d in range(max(4, stages - 3), stages + 4) if steps * groups % d == 0]
-            if fitting:
-                best = min(fitting, key=lambda d: abs(d - stages))
-                return Geometry(rows, columns, warps, parts, steps, groups, best)
+            rings = [d for d in range(4, stages + 4) if steps * groups % d == 0]
+            if rings:
+                ring = min(rings, key=lambda d: abs(d - stages))
+                cuts.append((work(groups, parts), ring < stages - 3, groups, ring))
+        if cuts:
+            *_, groups, ring = min(cuts)
+            return Geometry(rows, columns, warps, parts, steps, groups, ring)
     return f"{columns} columns do not split into steps of {STEP * warps} that fit {registers} registers"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,9 +44,18 @@ class StreamParams:
 
 
 def cut_of(plan: Plan, group: Group, params: StreamParams) -> Geometry | str:
-    columns = int(plan.circuit.types[group.anchors[0].inputs[0]].shape[1])  # type: ignore[union-attr]
+    types = plan.circuit.types
+    columns = int(types[group.anchors[0].inputs[0]].shape[1])  # type: ignore[union-attr]
+    anchors = [anchors for anchors, _ in meeting(group)]
+    heights = [int(types[together[0].inputs[1]].shape[0]) for together in anchors]  # type: ignore[union-attr]
+
+    def work(groups: int, parts: int) -> float:
+        tiles = [tiles_of(height, 16 // len(anchors[0]), groups) for height in heights]
+        blocks = architecture_of(plan).processors // parts
+        return math.inf if None in tiles else -(-sum(count or 0 for count in tiles) // blocks) * groups
+
     cuts = [
-        geometry(plan.rows, columns, warps, stages, params.k_parts, params.registers)
+        geometry(plan.rows, columns, warps, stages, params.k_parts, params.registers, work)
         for warps in (params.warps, -(-params.warps // 2))
         for stages in range(params.stages, 3, -1)
     ]
