@@ -142,7 +142,7 @@ class MtpProposer(Checks, DraftProposer):
 
     def free_drafter_kv(self, carried: CarriedKV) -> None:
         with self._lock:
-            if carried not in self._carried:
+            if not isinstance(carried, CarriedKV) or carried not in self._carried:
                 got = "one that went back before" if getattr(carried, "owner", None) is self else f"{carried!r}"
                 self._refuse("is not on loan from this pool", "carried", "what take_drafter_kv gave", got)
             self._carried.remove(carried)
