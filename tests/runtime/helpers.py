@@ -116,6 +116,7 @@ class Rehearsed(Witness):
             self.drafted += 1
             if position + 1 + index < len(text) and self.drafted % self.miss:
                 drafts[index] = text[position + 1 + index]
+        state.last_drafts = list(drafts)
         return drafts
 
     def propose(self, last_token, target_hidden, position, num_drafts, state, **options):
