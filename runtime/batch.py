@@ -16,40 +16,66 @@ from .state import MtpProposerState
 
 KEPT_VIEWS = 64
 """Views of a column up to this length are kept: the sizes of drafting, which come again with every step."""
+TURNS = 4
+"""Copies of a column's host memory for a GPU."""
 
 
 class Column:
-    """A growing int32 tensor written like a list: filling it from Python integers allocates nothing on the host."""
+    """A growing int32 tensor written like a list: filling it from Python integers allocates nothing on the host.
+
+    For a GPU the integers lie in page-locked memory, of which several copies take turns, so that the host goes on while one
+    is being read.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._resize(64)
-
-    def _resize(self, size: int) -> None:
-        self._views: dict[int, torch.Tensor] = {}
-        self._host = torch.zeros(size, dtype=torch.int32)
-        self._cells = (ctypes.c_int32 * size).from_address(self._host.data_ptr())
+        self._turns = [_Cells(64, pinned=device.type == "cuda") for _ in range(TURNS if device.type == "cuda" else 1)]
+        self._turn = 0
 
     def fill(self, values: Sequence[int]) -> torch.Tensor:
         """The values as int32[len(values)] on the device, valid until the next fill."""
+        self._turn = (self._turn + 1) % len(self._turns)
+        cells = self._turns[self._turn]
+        if len(values) > len(cells.cells):
+            cells = self._turns[self._turn] = _Cells(2 * len(values), pinned=cells.read is not None)
+        if cells.read is None:
+            return cells.fill(values)
+        cells.read.synchronize()  # long past, unless the device is many calls behind
+        made = cells.fill(values).to(self.device, non_blocking=True)
+        cells.read.record()
+        return made
+
+
+class _Cells:
+    """Host memory for a number of integers. read: for page-locked memory, when the device has read what it was filled with."""
+
+    def __init__(self, size: int, *, pinned: bool):
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        self.cells = (ctypes.c_int32 * size).from_address(self._host.data_ptr())
+        self.read = torch.cuda.Event() if pinned else None
+        self._views: dict[int, torch.Tensor] = {}
+
+    def fill(self, values: Sequence[int]) -> torch.Tensor:
         count = len(values)
-        if count > len(self._cells):
-            self._resize(2 * count)
-        self._cells[:count] = values
+        self.cells[:count] = values
         view = self._views.get(count)
         if view is None:
             view = self._host[:count]
             if count <= KEPT_VIEWS:
                 self._views[count] = view
-        return view.to(self.device)
+        return view
 
 
 class Batch:
-    """Builds a call's tensors from states and runs it."""
+    """Builds a call's tensors from states and runs it.
 
-    def __init__(self, runner: DraftRunner, pool: BlockPool):
+    on_device: integers are brought to the runner's device here, also for a runner that would do it itself.
+    """
+
+    def __init__(self, runner: DraftRunner, pool: BlockPool, *, on_device: bool = False):
         self.runner, self.pool = runner, pool
-        columns = [Column(runner.device) for _ in range(7)]
+        device = torch.device("cpu") if runner.host_ints and not on_device else runner.device
+        columns = [Column(device) for _ in range(7)]
         self.token, self.position, self.seq, self.length, self.slot, self.start, self.block = columns
 
     def chain(

@@ -57,7 +57,7 @@ class MtpProposer(Checks, DraftProposer):
         self.metrics = Metrics(ledger=lambda: pool.ledger)
         self._own = runner
         self._batch = Batch(runner, pool)
-        self._device = DeviceForm(self._batch, trim)
+        self._device = DeviceForm(Batch(runner, pool, on_device=True), trim)
         self._bitmask: Bitmask | None = None
         self._warned = False
         self._deferred: tuple[MtpProposerState, torch.Tensor] | None = None
@@ -590,7 +590,7 @@ class MtpProposer(Checks, DraftProposer):
                 have, wanted = (getattr(each.circuit, what) for each in (other, self._own))
                 if have != wanted:
                     self._refuse("computes other rows", f"runner's {what}", str(wanted), str(have))
-            self.runner = self._batch.runner = other
+            self.runner = self._batch.runner = self._device.batch.runner = other
 
     # -- memory ------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,8 @@ class DraftRunner(abc.ABC):
     device: torch.device
     weights: Mapping[str, torch.Tensor]
     """Weights and tables by circuit name, as bound: borrowed, never written."""
+    host_ints: bool = False
+    """Whether integer arguments are better left in host memory: the runner brings them to its device in one copy."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
