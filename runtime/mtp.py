@@ -100,7 +100,7 @@ class MtpProposer(Checks, DraftProposer):
                 return None
             self.pool.shrink(mine.lease, mine.rows)
             history = mine.history
-            carried = CarriedKV(self, self.runner.model_digest(), tuple(self.pool.lend(mine.lease)), history, history.digest())
+            carried = CarriedKV(self, mine.model, tuple(self.pool.lend(mine.lease)), history, history.digest())
             self._carried.add(carried)
             self._device.release(mine)
             mine.clear()
@@ -118,7 +118,7 @@ class MtpProposer(Checks, DraftProposer):
             self._carried.remove(carried)
             self.pool.adopt(mine.lease, carried.blocks)
             self.pool.shrink(mine.lease, rows)
-            mine.history = carried.history
+            mine.history, mine.model = carried.history, carried.model
             mine.history.keep(rows)
             if given is not None:
                 mine.history.read(mine.history.common(given), [])
@@ -234,7 +234,7 @@ class MtpProposer(Checks, DraftProposer):
             if ids:
                 state.read(first, ids)
             if count:
-                self._skip(state, first)
+                self._begin(state, first)
                 state.history.append(first, count)
         self.metrics.context_rows += sum(counts)
         return sum(counts)
@@ -352,7 +352,7 @@ class MtpProposer(Checks, DraftProposer):
             state.read(position, [token])
             state.next_token = state.proposed_at = position
             if ids:
-                self._skip(state, position)
+                self._begin(state, position)
                 state.history.append(position, len(ids))
             self.pool.shrink(state.lease, state.rows)
         if deferred is not None:
@@ -494,6 +494,7 @@ class MtpProposer(Checks, DraftProposer):
             raise
         for row, (state, count) in enumerate(zip(states, counts, strict=True)):
             started(state)
+            state.model = state.model or self.runner.model_digest()
             place = None if isinstance(positions, torch.Tensor) else positions[row]
             state.unsettled.append(Unsettled(count, position=place))
             state.last_confidence, state.proposed_at = None, None
@@ -613,10 +614,12 @@ class MtpProposer(Checks, DraftProposer):
         path = self.runner.serves(n, masked=True) if masked else self.runner.serves(n)
         self.metrics.paths[str(path)] += 1
 
-    def _skip(self, state: MtpProposerState, position: int) -> None:
+    def _begin(self, state: MtpProposerState, position: int) -> None:
         """A row at `position` comes next: rows before it that a sequence with rows lacks will never be there."""
         if state.rows:
             self.metrics.skipped_rows += max(position - state.next_position, 0)
+        else:
+            state.model = self.runner.model_digest()
 
 
 class _Locks:

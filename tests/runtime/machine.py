@@ -22,9 +22,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from circuitgraph.errors import RuntimeUseError
 from circuitgraph.runtime import BlockPool, DraftRunner, PoolExhausted
+from tests.runtime.audited import Audited
 from tests.runtime.dense import KEPT, Dense
 from tests.runtime.grammars import CountingMatcher, bits_of, words_of
-from tests.runtime.helpers import Audited
 
 MOST_SEQUENCES = 5
 POOL_ROWS = 144

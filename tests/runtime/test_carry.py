@@ -119,6 +119,12 @@ def of_other_weights(proposer, script, carried):
     return proposer.alloc_state(), carried
 
 
+def of_weights_that_changed_under_it(proposer, script, carried):
+    state = turn(proposer, script, 5)
+    proposer.runner.rebind({"lm_head": drafter(seed=1).weights["lm_head"]})
+    return proposer.alloc_state(), proposer.take_drafter_kv(state)
+
+
 def edited(proposer, script, carried):
     carried.history.text[3] += 1
     return proposer.alloc_state(), carried
@@ -140,7 +146,8 @@ def a_copy(proposer, script, carried):
 
 
 REFUSALS = {
-    "occupied": occupied, "owner": of_another_proposer, "model": of_other_weights, "digest": edited,
+    "occupied": occupied, "owner": of_another_proposer, "model": of_other_weights,
+    "model, rebound": of_weights_that_changed_under_it, "digest": edited,
     "gone": installed_before, "gone, lent again": freed_before, "gone, a copy": a_copy,
 }  # fmt: skip
 
