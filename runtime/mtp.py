@@ -328,21 +328,14 @@ class MtpProposer(Checks, DraftProposer):
         drafts: list[list[int]] = [[] for _ in states]
         logprobs: list[list[float]] = [[] for _ in states]
         held = [len(state.lease.blocks) for state in states]
-        deferred = None
         try:
             tokens = self._choose_rows(call, states, num_drafts)
-            if call.rows:
-                self._count_path(len(call.rows), masked=call.grammars is not None)
-                made = drafting.run(self._batch, call)
-                deferred = made.deferred
-                for row, ids, scores in zip(call.rows, made.ids, made.scores, strict=True):
-                    drafts[row], logprobs[row] = ids, scores
+            made = self._drafted(call)
         except BaseException:
             self._give_back(states, held)
             raise
-        finally:
-            if call.grammars:
-                call.grammars.rollback()
+        for row, ids, scores in zip(call.rows, made.ids, made.scores, strict=True):
+            drafts[row], logprobs[row] = ids, scores
         for row in call.rows:
             if not drafts[row]:
                 self.metrics.refusals["grammar"] += 1
@@ -355,11 +348,22 @@ class MtpProposer(Checks, DraftProposer):
                 self._begin(state, position)
                 state.history.append(position, len(ids))
             self.pool.shrink(state.lease, state.rows)
-        if deferred is not None:
-            self._deferred = (states[0], deferred)
+        if made.deferred is not None:
+            self._deferred = (states[0], made.deferred)
         if out_confidence is not None:
             out_confidence[:] = logprobs
         return [list(ids) for ids in drafts]
+
+    def _drafted(self, call: drafting.Call) -> drafting.Drafted:
+        """Run the rows that were chosen; matchers are where they were afterwards, whatever happens."""
+        if not call.rows:
+            return drafting.Drafted([], [])
+        self._count_path(len(call.rows), masked=call.grammars is not None)
+        try:
+            return drafting.run(self._batch, call)
+        finally:
+            if call.grammars:
+                call.grammars.rollback()
 
     def _choose_rows(self, call: drafting.Call, states: Sequence[MtpProposerState], num_drafts: int) -> list[int]:
         """Reserve blocks and keep in `call` the rows that draft: the others stay out of the launch altogether.
@@ -464,7 +468,11 @@ class MtpProposer(Checks, DraftProposer):
             self._refuse("drafts were verified, with what result?", "accepted", f"int32[{n}]", "None")
         if not isinstance(positions, torch.Tensor):
             for state, position in zip(states, positions, strict=True):
-                self._check_next(state, position)
+                if state.proposed_at is not None and state.last_drafts:
+                    if position <= state.proposed_at:
+                        self._refuse("was drafted from", "position", f"{state.proposed_at + 1} or more", str(position))
+                else:
+                    self._check_next(state, position)
         if not n:
             return out
         path = self.runner.serves(n)

@@ -2,7 +2,7 @@
 
 The target's greedy text is made first. Since verification keeps exactly that text, a server's loop is walked through it: the real
 proposer drafts, the drafts that equal the text are accepted, rows are trimmed and rebuilt with the target's own hiddens.
-Intervals are bootstrapped over prompts.
+Intervals are bootstrapped over prompts, those of a difference on the same choices of prompts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def reference(head: Path, target) -> ReferenceRunner:
     return ReferenceRunner(circuit, {**named, **tables, "embed_tokens": embed, "lm_head": embed})
 
 
-def walk(proposer: MtpProposer, texts: list[Text], depth: int) -> None:
+def walk(proposer: MtpProposer, texts: list[Text], depth: int, *, catch_up: bool = True) -> None:
     """A server's loop over all texts at once."""
     running: list[tuple[Text, MtpProposerState, int]] = []
     for text in texts:
@@ -77,19 +77,15 @@ def walk(proposer: MtpProposer, texts: list[Text], depth: int) -> None:
             first = newest - proposer.rows_behind(state, newest)
             rows.append((text.ids[first:newest], text.hiddens[first - 1 : newest - 1], first, state))
             going.append((text, state, newest))
-        if rows:
+        if rows and catch_up:
             proposer.catchup_batch(*(list(column) for column in zip(*rows, strict=True)))
         running = going
 
 
-def interval(texts: list[Text]) -> tuple[float, float, float]:
-    """Mean accepted length, and the bounds of its 95 % interval."""
-    steps = np.array([len(text.runs) for text in texts])
-    accepted = np.array([sum(text.runs) for text in texts])
-    chosen = np.random.default_rng(0).integers(len(texts), size=(RESAMPLES, len(texts)))
-    means = 1 + accepted[chosen].sum(1) / steps[chosen].sum(1)
-    low, high = np.quantile(means, (0.025, 0.975))
-    return float(1 + accepted.sum() / steps.sum()), float(low), float(high)
+def lengths(counts: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Mean accepted length of each choice of prompts; counts[i] is (verifies, accepted drafts) of prompt i."""
+    steps, accepted = counts[chosen].sum(-2).T
+    return 1 + accepted.T / steps.T
 
 
 def second_turns(
@@ -141,25 +137,33 @@ def main(
         texts.append(Text(ids, int(corpus.prompt_len[index]), model.model(torch.tensor([ids])).last_hidden_state[0]))
     runner = reference(head, model)
     rows = sum(len(text.ids) + 2 * depth + 16 for text in texts)
-    results = {}
-    for trim in tqdm(TRIM, desc="policies"):
+    chosen = np.random.default_rng(0).integers(len(texts), size=(RESAMPLES, len(texts)))
+    ways = [*((trim, trim, True) for trim in TRIM), ("exact, never caught up", "exact", False)]
+    results, base = {}, None
+    for name, trim, catch_up in tqdm(ways, desc="policies"):
         proposer = MtpProposer(runner, BlockPool(runner.circuit, blocks=-(-rows // 16), block_size=16), trim=trim)
-        walk(proposer, texts, depth)
-        mean, low, high = interval(texts)
+        walk(proposer, texts, depth, catch_up=catch_up)
+        counts = np.array([[len(text.runs), sum(text.runs)] for text in texts])
+        means = lengths(counts, chosen)
+        base = means if base is None else base
         metrics = proposer.metrics.snapshot()
-        results[trim] = {
-            "mean_accepted_length": round(mean, 3),
-            "interval": [round(low, 3), round(high, 3)],
+        results[name] = {
+            "mean_accepted_length": round(metrics["mean_accepted_length"], 3),
+            "interval": np.quantile(means, (0.025, 0.975)).round(3).tolist(),
+            "against_exact": np.quantile(means - base, (0.025, 0.975)).round(3).tolist(),
             "acceptance": [round(share, 3) for share in metrics["acceptance"]],
             "context_rows": metrics["context_rows"],
         }
     proposer = MtpProposer(runner, BlockPool(runner.circuit, blocks=256, block_size=16))
     answer_first = [encoded[(index + 1) % len(encoded)][1:].tolist() for index in range(len(texts))]
     conversations, equal, spared = second_turns(proposer, texts, answer_first, model, depth)
-    print("| trim | mean accepted length | 95 % interval | acceptance at 1..K |\n|---|---|---|---|")
+    print("| trim | mean accepted length | 95 % interval | less exact's | acceptance at 1..K |\n|---|---|---|---|---|")
     for trim, row in results.items():
-        low, high = row["interval"]
-        print(f"| {trim} | {row['mean_accepted_length']:.2f} | {low:.2f} to {high:.2f} | {row['acceptance']} |")
+        (low, high), (worse, better) = row["interval"], row["against_exact"]
+        shares = ", ".join(f"{share:.0%}" for share in row["acceptance"])
+        print(
+            f"| {trim} | {row['mean_accepted_length']:.2f} | {low:.2f} to {high:.2f} | {worse:+.2f} to {better:+.2f} | {shares} |"
+        )
     turns = {"conversations": conversations, "equal_drafts": equal, "rows_not_prefilled_again": spared}
     print(json.dumps({"prompts": len(texts), "depth": depth, "limit": limit, "policies": results, "second_turns": turns}))
 

@@ -127,19 +127,25 @@ def test_without_catch_up_the_accept_counts_go_to_the_next_propose():
             host.after_verify(count, state)
 
 
-def test_a_host_form_propose_may_be_verified_on_the_device():
+@pytest.mark.parametrize("positions_of", [ints, list])
+@pytest.mark.parametrize("catch_up", [True, False])
+def test_a_host_form_propose_may_be_verified_on_the_device(positions_of, catch_up):
     proposer, reference = proposer_of(), proposer_of()
     texts, others = Texts(proposer), Texts(reference)
     drafts = [p.propose_batch(t.newest, t.hiddens, t.positions, K, t.states) for p, t in ((proposer, texts), (reference, others))]
     fed, rows = texts.verified(drafts[0], ACCEPTED[0])
     fed, rows = others.verified(drafts[1], ACCEPTED[0])
-    assert proposer.catchup_accepted(fed, rows, texts.states, ints(ACCEPTED[0]), first=0)
+    if catch_up:
+        assert proposer.catchup_accepted(fed, rows, texts.states, ints(ACCEPTED[0]), first=0)
     for row, (state, count) in enumerate(zip(others.states, ACCEPTED[0], strict=True)):
         reference.after_verify(count, state)
+        if not catch_up:
+            continue
         first = others.positions[row] - count
         reference.catchup_batch([fed[row, 1 : count + 1].tolist()], [rows[row, 1 : count + 1]], [first], [state])
-    out = torch.zeros(3, K, dtype=torch.int32)
-    proposer.propose_batch(ints(texts.newest), texts.hiddens, ints(texts.positions), K, texts.states, out=out)
+    out, accepted = torch.zeros(3, K, dtype=torch.int32), ints(ACCEPTED[0])
+    where = positions_of(texts.positions)
+    proposer.propose_batch(ints(texts.newest), texts.hiddens, where, K, texts.states, accepted=accepted, out=out)
     assert out.tolist() == reference.propose_batch(others.newest, others.hiddens, others.positions, K, others.states)
     proposer.settle(texts.states, ACCEPTED[0])
     assert [state.history.positions for state in texts.states] == [
