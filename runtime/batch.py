@@ -14,71 +14,73 @@ from .proposer import Hiddens
 from .runner import ChainRows, DraftChain, DraftRunner
 from .state import MtpProposerState
 
-TURNS = 4
 KEPT_VIEWS = 64
 """Views of a column up to this length are kept: the sizes of drafting, which come again with every step."""
+TURNS = 4
+"""Copies of a column's host memory for a GPU."""
 
 
 class Column:
     """A growing int32 tensor written like a list: filling it from Python integers allocates nothing on the host.
 
-    For a GPU the host's side is page-locked, and there are several that take turns: the host runs ahead of the copies.
+    For a GPU the integers lie in page-locked memory, of which several copies take turns, so that the host goes on while one
+    is being read.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._sides = [_Side(device) for _ in range(TURNS if device.type == "cuda" else 1)]
+        self._turns = [_Cells(64, pinned=device.type == "cuda") for _ in range(TURNS if device.type == "cuda" else 1)]
         self._turn = 0
 
     def fill(self, values: Sequence[int]) -> torch.Tensor:
         """The values as int32[len(values)] on the device, valid until the next fill."""
-        self._turn = (self._turn + 1) % len(self._sides)
-        return self._sides[self._turn].fill(values)
+        self._turn = (self._turn + 1) % len(self._turns)
+        cells = self._turns[self._turn]
+        if len(values) > len(cells.cells):
+            cells = self._turns[self._turn] = _Cells(2 * len(values), pinned=cells.read is not None)
+        if cells.read is None:
+            return cells.fill(values)
+        if not cells.read.query():  # as a rule it is long past
+            cells.read.synchronize()
+        made = cells.fill(values).to(self.device, non_blocking=True)
+        cells.read.record()
+        return made
 
 
-class _Side:
-    """One copy of a column's values on the host."""
+class _Cells:
+    """Host memory for a number of integers. read: for page-locked memory, when the device has read what it was filled with."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
-        self._resize(64)
-
-    def _resize(self, size: int) -> None:
+    def __init__(self, size: int, *, pinned: bool):
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        self.cells = (ctypes.c_int32 * size).from_address(self._host.data_ptr())
+        self.read = torch.cuda.Event() if pinned else None
         self._views: dict[int, torch.Tensor] = {}
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=self._copied is not None)
-        self._cells = (ctypes.c_int32 * size).from_address(self._host.data_ptr())
 
     def fill(self, values: Sequence[int]) -> torch.Tensor:
         count = len(values)
-        if self._copied is not None and not self._copied.query():
-            self._copied.synchronize()  # the copy of TURNS fills ago has not left this memory
-        if count > len(self._cells):
-            self._resize(2 * count)
-        self._cells[:count] = values
+        self.cells[:count] = values
         view = self._views.get(count)
         if view is None:
             view = self._host[:count]
             if count <= KEPT_VIEWS:
                 self._views[count] = view
-        if self._copied is None:
-            return view
-        made = view.to(self.device, non_blocking=True)
-        self._copied.record()
-        return made
+        return view
 
 
 class Batch:
-    """Builds a call's tensors from states and runs it."""
+    """Builds a call's tensors from states and runs it.
 
-    def __init__(self, runner: DraftRunner, pool: BlockPool):
-        self.pool = pool
+    on_device: integers are brought to the runner's device here, also for a runner that would do it itself.
+    """
+
+    def __init__(self, runner: DraftRunner, pool: BlockPool, *, on_device: bool = False):
+        self.pool, self.on_device = pool, on_device
         self.use(runner)
 
     def use(self, runner: DraftRunner) -> None:
         """Columns lie where the runner takes integers."""
         self.runner = runner
-        columns = [Column(runner.integers_on) for _ in range(7)]
+        columns = [Column(runner.device if self.on_device else runner.integers_on) for _ in range(7)]
         self.token, self.position, self.seq, self.length, self.slot, self.start, self.block = columns
 
     def chain(
@@ -162,14 +164,14 @@ class Batch:
         addressing = (slot, self.seq.fill(seq), table, self.start.fill([0] * len(states)), length)
         return {name: PagedKV(k, v, *addressing) for name, (k, v) in self.pool.storage.items()}
 
-    def table(self, states: Sequence[MtpProposerState], column: Column | None = None) -> torch.Tensor:
-        """int32[sequences, blocks of the longest], in `column` where another is wanted than this one's."""
+    def table(self, states: Sequence[MtpProposerState]) -> torch.Tensor:
+        """int32[sequences, blocks of the longest]."""
         width = max(len(state.lease.blocks) for state in states)
         blocks: list[int] = []
         for state in states:
             blocks += state.lease.blocks
             blocks += [0] * (width - len(state.lease.blocks))  # beyond the sequence's length: never read
-        return (column or self.block).fill(blocks).view(len(states), width)
+        return self.block.fill(blocks).view(len(states), width)
 
 
 def stacked(parts: Sequence[Hiddens]) -> torch.Tensor:

@@ -25,8 +25,7 @@ class DeviceForm:
         device = batch.runner.device
         self._cells = torch.zeros(0, CELL, dtype=torch.int32, device=device)
         self._free: list[int] = []
-        columns = (Column(device) for _ in range(5))
-        self._host, self._index, self._count, self._position, self._blocks = columns
+        self._host, self._index, self._count, self._position = (Column(device) for _ in range(4))
 
     # -- launches ----------------------------------------------------------------------------------------------
 
@@ -46,7 +45,7 @@ class DeviceForm:
         index, cells = self._gather(states)
         if not isinstance(positions, torch.Tensor):
             positions = self._position.fill(positions)
-        table = batch.table(states, self._blocks)
+        table = batch.table(states)
         count = self._count.fill(counts)
         placed = batch.runner.place_chain(cells, accepted, positions, count, table, steps=steps, **self._geometry())
         caches = batch.caches(states, range(len(states)), placed.length, placed.slot[0], table=table)
@@ -63,7 +62,7 @@ class DeviceForm:
         index, cells = self._gather(states)
         if not isinstance(positions, torch.Tensor):
             positions = self._position.fill(positions)
-        count, nowhere = self._count.fill([0] * len(states)), self._blocks.fill([0] * len(states)).view(-1, 1)
+        count, nowhere = self._count.fill([0] * len(states)), self.batch.block.fill([0] * len(states)).view(-1, 1)
         placed = self.batch.runner.place_chain(cells, accepted, positions, count, nowhere, steps=1, **self._geometry())
         self._cells[index] = placed.cells
 
@@ -73,7 +72,7 @@ class DeviceForm:
         """Rows of tokens[i][j], at `first` + j after the last propose of states[i], as far as the verify left them missing."""
         batch, (n, columns) = self.batch, tokens.shape
         index, cells = self._gather(states)
-        table = batch.table(states, self._blocks)
+        table = batch.table(states)
         placed = batch.runner.place_accepted(cells, accepted, table, first=first, columns=columns, **self._geometry())
         seq = [row for row in range(n) for _ in range(columns)]
         caches = batch.caches(states, seq, placed.length.flatten(), placed.slot.flatten(), table=table)

@@ -57,7 +57,7 @@ class MtpProposer(Checks, DraftProposer):
         self.metrics = Metrics(ledger=lambda: pool.ledger)
         self._own = runner
         self._batch = Batch(runner, pool)
-        self._device = DeviceForm(self._batch, trim)
+        self._device = DeviceForm(Batch(runner, pool, on_device=True), trim)
         self._bitmask: Bitmask | None = None
         self._warned = False
         self._deferred: tuple[MtpProposerState, torch.Tensor] | None = None
@@ -100,7 +100,7 @@ class MtpProposer(Checks, DraftProposer):
                 return None
             self.pool.shrink(mine.lease, mine.rows)
             history = mine.history
-            carried = CarriedKV(self, self.runner.model_digest(), tuple(self.pool.lend(mine.lease)), history, history.digest())
+            carried = CarriedKV(self, mine.model, tuple(self.pool.lend(mine.lease)), history, history.digest())
             self._carried.add(carried)
             self._device.release(mine)
             mine.clear()
@@ -118,7 +118,7 @@ class MtpProposer(Checks, DraftProposer):
             self._carried.remove(carried)
             self.pool.adopt(mine.lease, carried.blocks)
             self.pool.shrink(mine.lease, rows)
-            mine.history = carried.history
+            mine.history, mine.model = carried.history, carried.model
             mine.history.keep(rows)
             if given is not None:
                 mine.history.read(mine.history.common(given), [])
@@ -142,7 +142,7 @@ class MtpProposer(Checks, DraftProposer):
 
     def free_drafter_kv(self, carried: CarriedKV) -> None:
         with self._lock:
-            if carried not in self._carried:
+            if not isinstance(carried, CarriedKV) or carried not in self._carried:
                 got = "one that went back before" if getattr(carried, "owner", None) is self else f"{carried!r}"
                 self._refuse("is not on loan from this pool", "carried", "what take_drafter_kv gave", got)
             self._carried.remove(carried)
@@ -234,7 +234,7 @@ class MtpProposer(Checks, DraftProposer):
             if ids:
                 state.read(first, ids)
             if count:
-                self._skip(state, first)
+                self._begin(state, first)
                 state.history.append(first, count)
         self.metrics.context_rows += sum(counts)
         return sum(counts)
@@ -329,21 +329,14 @@ class MtpProposer(Checks, DraftProposer):
         drafts: list[list[int]] = [[] for _ in states]
         logprobs: list[list[float]] = [[] for _ in states]
         held = [len(state.lease.blocks) for state in states]
-        deferred = None
         try:
             tokens = self._choose_rows(call, states, num_drafts)
-            if call.rows:
-                self._count_path(len(call.rows), masked=call.grammars is not None)
-                made = drafting.run(self._batch, call)
-                deferred = made.deferred
-                for row, ids, scores in zip(call.rows, made.ids, made.scores, strict=True):
-                    drafts[row], logprobs[row] = ids, scores
+            made = self._drafted(call)
         except BaseException:
             self._give_back(states, held)
             raise
-        finally:
-            if call.grammars:
-                call.grammars.rollback()
+        for row, ids, scores in zip(call.rows, made.ids, made.scores, strict=True):
+            drafts[row], logprobs[row] = ids, scores
         for row in call.rows:
             if not drafts[row]:
                 self.metrics.refusals["grammar"] += 1
@@ -353,14 +346,25 @@ class MtpProposer(Checks, DraftProposer):
             state.read(position, [token])
             state.next_token = state.proposed_at = position
             if ids:
-                self._skip(state, position)
+                self._begin(state, position)
                 state.history.append(position, len(ids))
             self.pool.shrink(state.lease, state.rows)
-        if deferred is not None:
-            self._deferred = (states[0], deferred)
+        if made.deferred is not None:
+            self._deferred = (states[0], made.deferred)
         if out_confidence is not None:
             out_confidence[:] = logprobs
         return [list(ids) for ids in drafts]
+
+    def _drafted(self, call: drafting.Call) -> drafting.Drafted:
+        """Run the rows that were chosen; matchers are where they were afterwards, whatever happens."""
+        if not call.rows:
+            return drafting.Drafted([], [])
+        self._count_path(len(call.rows), masked=call.grammars is not None)
+        try:
+            return drafting.run(self._batch, call)
+        finally:
+            if call.grammars:
+                call.grammars.rollback()
 
     def _choose_rows(self, call: drafting.Call, states: Sequence[MtpProposerState], num_drafts: int) -> list[int]:
         """Reserve blocks and keep in `call` the rows that draft: the others stay out of the launch altogether.
@@ -468,7 +472,11 @@ class MtpProposer(Checks, DraftProposer):
             self._refuse("drafts were verified, with what result?", "accepted", f"int32[{n}]", "None")
         if not isinstance(positions, torch.Tensor):
             for state, position in zip(states, positions, strict=True):
-                self._check_next(state, position)
+                if state.proposed_at is not None and state.last_drafts:
+                    if position <= state.proposed_at:
+                        self._refuse("was drafted from", "position", f"{state.proposed_at + 1} or more", str(position))
+                else:
+                    self._check_next(state, position)
         if not n:
             return out
         path = self.runner.serves(n)
@@ -498,6 +506,7 @@ class MtpProposer(Checks, DraftProposer):
             raise
         for row, (state, count) in enumerate(zip(states, counts, strict=True)):
             started(state)
+            state.model = state.model or self.runner.model_digest()
             place = None if isinstance(positions, torch.Tensor) else positions[row]
             state.unsettled.append(Unsettled(count, position=place))
             state.last_scores, state.proposed_at = (), None
@@ -594,7 +603,8 @@ class MtpProposer(Checks, DraftProposer):
                 have, wanted = (getattr(each.circuit, what) for each in (other, self._own))
                 if have != wanted:
                     self._refuse("computes other rows", f"runner's {what}", str(wanted), str(have))
-            self._batch.use(other)
+            for batch in (self._batch, self._device.batch):
+                batch.use(other)
             self.runner = other
 
     # -- memory ------------------------------------------------------------------------------------------------
@@ -618,10 +628,12 @@ class MtpProposer(Checks, DraftProposer):
         path = self.runner.serves(n, masked=True) if masked else self.runner.serves(n)
         self.metrics.paths[str(path)] += 1
 
-    def _skip(self, state: MtpProposerState, position: int) -> None:
+    def _begin(self, state: MtpProposerState, position: int) -> None:
         """A row at `position` comes next: rows before it that a sequence with rows lacks will never be there."""
         if state.rows:
             self.metrics.skipped_rows += max(position - state.next_position, 0)
+        else:
+            state.model = self.runner.model_digest()
 
 
 class _Locks:

@@ -77,7 +77,8 @@ class Unsettled:
 class MtpProposerState(ProposerState):
     """Rows of a drafter with a KV cache, one per (hidden, next token) pair.
 
-    owner: the proposer that made it. lease: its KV blocks, in row order; closed when freed. history: what its rows are of.
+    owner: the proposer that made it. model: digest of what wrote its rows, from the first one on.
+    lease: its KV blocks, in row order; closed when freed. history: what its rows are of.
     last_drafts: of the last propose, cleared by `after_verify`; the newest len(last_drafts) rows are theirs.
     last_scores: log-probabilities of the last propose's drafts.
     next_token: position of the token that is proposed or handed over next, if none is left out.
@@ -88,6 +89,7 @@ class MtpProposerState(ProposerState):
 
     owner: Any
     lease: Lease
+    model: str = ""
     history: History = field(default_factory=History)
     last_drafts: list[int] = field(default_factory=list)
     last_scores: Sequence[float] = ()
@@ -139,7 +141,7 @@ class MtpProposerState(ProposerState):
 
     def clear(self) -> None:
         """As freshly allocated, the lease apart."""
-        self.history = History()
+        self.history, self.model = History(), ""
         self.last_drafts, self.last_scores = [], ()
         self.next_token, self.proposed_at = 1, None
         self.unsettled.clear()

@@ -58,6 +58,14 @@ def test_compile(run, config_file, tmp_path):
     assert (out / "manifest.json").is_file()
 
 
+def test_compile_with_an_entry_on_request(run, config_file):
+    options = ("--widths", "1", "--context-rows", "4", "--stop-after", "place", "--json", "--with", "draft_masked")
+    result = run("compile", "mtp_dense", "--model", config_file, *options)
+    assert result.exit_code == 0, result.stderr
+    programs = json.loads(result.stdout)["programs"]
+    assert [(p["entry"], p["rows"]) for p in programs] == [("draft", 1), ("context", 4), ("draft_masked", 1)]
+
+
 def test_compile_stops_where_asked_and_writes_nothing(run, config_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run("compile", "mtp_dense", "--model", config_file, "--stop-after", "place", "--json")

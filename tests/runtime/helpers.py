@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from circuitgraph.circuit.ir import Circuit
 from circuitgraph.circuit.narrow import slice_entry
 from circuitgraph.interpreter import interpret
 from circuitgraph.ops import DTYPE_NAMES, PagedKV
-from circuitgraph.runtime import BlockPool, DraftRunner, MtpProposer, ProposerState, ReferenceRunner
+from circuitgraph.runtime import BlockPool, DraftRunner, ProposerState, ReferenceRunner
+from tests.runtime.audited import Audited
 
 POSITIONS = 96
 """Rows of the tests' RoPE tables."""
@@ -27,38 +28,6 @@ def drafter(seed: int = 0, **switches: Any) -> ReferenceRunner:
 
     circuit = small_mtp(switches, act="f32", wt="f32", kv="f32")
     return ReferenceRunner(circuit, random_weights(circuit, torch.Generator().manual_seed(seed), POSITIONS))
-
-
-class Audited(MtpProposer):
-    """Checks the ledger after every call, raising or not."""
-
-    def audit(self) -> None:
-        ledger = self.pool.ledger
-        assert ledger.balances, ledger
-        assert ledger.promised == self.pool._promised
-        assert ledger.held == self.pool.held
-        blocks = [block for lease in self.pool._leases for block in lease.blocks]
-        everywhere = blocks + self.pool._free + list(self.pool._loaned)
-        assert sorted(everywhere) == list(range(self.pool.total)), "a block is in two places, or in none"
-
-
-def _audited(method: Callable) -> Callable:
-    @functools.wraps(method)
-    def call(self, *args, **kwargs):
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            self.audit()
-
-    return call
-
-
-for _name in (
-    "alloc_state", "alloc_state_for", "free_state", "prefill_drafter", "catchup_drafter", "catchup_batch",
-    "propose", "propose_batch", "after_verify", "take_drafter_kv", "install_drafter_kv", "free_drafter_kv",
-    "catchup_accepted", "settle", "set_circuit_draft",
-):  # fmt: skip
-    setattr(Audited, _name, _audited(getattr(MtpProposer, _name)))
 
 
 class Witness(Audited):
@@ -117,6 +86,7 @@ class Rehearsed(Witness):
             self.drafted += 1
             if position + 1 + index < len(text) and self.drafted % self.miss:
                 drafts[index] = text[position + 1 + index]
+        state.last_drafts = list(drafts)
         return drafts
 
     def propose(self, last_token, target_hidden, position, num_drafts, state, **options):

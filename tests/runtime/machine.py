@@ -22,15 +22,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from circuitgraph.errors import RuntimeUseError
 from circuitgraph.runtime import BlockPool, DraftRunner, PoolExhausted
+from tests.runtime.audited import Audited
 from tests.runtime.dense import KEPT, Dense
 from tests.runtime.grammars import CountingMatcher, bits_of, words_of
-from tests.runtime.helpers import Audited
 
 MOST_SEQUENCES = 5
 POOL_ROWS = 144
 """Small: a few prompts fill it."""
 LENGTHS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 18, 31, 33, 45)
 """Prompts around the edges of blocks and of context programs, one of them longer than the position limit."""
+GRAMMARS = st.sampled_from(("none", "mask", "nothing", "matcher"))
 LIMIT = 40
 """Rows of the RoPE tables that the runners should have."""
 
@@ -275,26 +276,36 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: any(seq.drafts is not None for seq in self.sequences))
     @rule(data=st.data(), catch_up=st.sampled_from((True, True, True, False)))
     def verify(self, data, catch_up: bool) -> None:
-        """Some sequences: trim, then catch up in one batch, unless the server skips that."""
         seqs = self.some(data, [seq for seq in self.sequences if seq.drafts is not None])
+        self.verified(seqs, [data.draw(st.integers(0, len(seq.drafts))) for seq in seqs], catch_up)
+
+    @precondition(lambda self: self.ready())
+    @rule(num_drafts=st.integers(1, 4), luck=st.lists(st.integers(0, 4), min_size=3, max_size=9))
+    def serve(self, num_drafts: int, luck: list[int]) -> None:
+        """A few steps of the server's own loop, with all sequences that are ready."""
+        for at in range(len(luck) // 3):
+            seqs = self.ready()[:4]
+            self.draft(seqs, num_drafts, alone=False)
+            self.verified(seqs, [luck[(at + row) % len(luck)] % (len(seq.drafts) + 1) for row, seq in enumerate(seqs)], True)
+
+    def verified(self, seqs: list[Sequence], accepted: list[int], catch_up: bool) -> None:
+        """Trim, then catch up in one batch, unless the server skips that."""
         rows = []
         with self.touching(*seqs):
-            for seq in seqs:
+            for seq, count in zip(seqs, accepted, strict=True):
                 drafts, position = seq.drafts, seq.position
-                accepted = data.draw(st.integers(0, len(drafts)))
-                self.proposer.after_verify(accepted, seq.state)
-                seq.dense.verified(len(drafts), accepted)
+                self.events[f"{self.trim}: {count} of {len(drafts)}"] += 1
+                self.proposer.after_verify(count, seq.state)
+                seq.dense.verified(len(drafts), count)
                 fed = [seq.text[-1], *drafts]
-                seq.text += [*drafts[:accepted], self.words[(seq.seed + 1) % 8][position + accepted + 1]]
-                end = accepted + 1
-                self.events[f"accepted {accepted} of {len(drafts)}"] += 1
+                seq.text += [*drafts[:count], self.words[(seq.seed + 1) % 8][position + count + 1]]
+                seq.drafts = None
+                end = count + 1
                 missing = self.proposer.rows_behind(seq.state, seq.position)
                 assert missing == max(seq.position - seq.dense.next_position, 0)
                 first = end - min(missing, end)
-                rows.append(
-                    (seq, fed[first:end], self.hidden_rows(seq, position + first - 1, position + end - 1), position + first)
-                )
-                seq.drafts = None
+                hiddens = self.hidden_rows(seq, position + first - 1, position + end - 1)
+                rows.append((seq, fed[first:end], hiddens, position + first))
         if catch_up:
             with self.touching(*seqs):
                 tokens, hiddens, firsts = ([row[part] for row in rows] for part in (1, 2, 3))

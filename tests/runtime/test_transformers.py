@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from circuitgraph.errors import RuntimeUseError
-from circuitgraph.runtime import accept_greedy
-from tests.runtime.helpers import Rehearsed, drafter, proposer_of
+from circuitgraph.runtime import TRIM, accept_greedy
+from tests.runtime.helpers import Audited, Rehearsed, drafter, proposer_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -54,6 +54,18 @@ def test_a_random_drafter_changes_nothing(model, num_drafts, length, block_size)
     assert result.ids == plain(model, ids, 18)
     assert result.stats.new_tokens == 18
     assert proposer.pool.ledger.free == proposer.pool.total
+
+
+@pytest.mark.parametrize("trim", sorted(TRIM))
+@pytest.mark.parametrize("miss", [2, 10**9, None])
+def test_every_trim_policy_leaves_the_text(model, trim, miss):
+    """With drafts that are mostly right, and with a drafter of random weights."""
+    ids = prompt(3)
+    expected = plain(model, ids, 30)
+    proposer = proposer_of(kind=Rehearsed if miss else Audited, trim=trim)
+    proposer.texts, proposer.miss = [ids[0].tolist() + expected], miss
+    assert generate(model, ids, proposer=proposer, num_drafts=4, max_new_tokens=30).ids == expected
+    assert proposer.metrics.skipped_rows == 0, "catch-up follows the policy"
 
 
 @pytest.mark.parametrize("switches", [{}, {"target_hidden": "pre_norm", "rope_position": "hidden"}])
