@@ -57,8 +57,7 @@ def _in_one_chain(batch: Batch, call: Call) -> Drafted:
     most = max(call.counts) - unread
     if not most:  # a single deferred draft: the host waits for nothing
         return _defer(batch, call, Drafted([[]], [[]]), chain.drafts[0, :1])
-    # The chain's one readback.
-    made = Drafted(chain.drafts[:, :most].tolist(), chain.logprobs[:, :most].tolist())
+    made = Drafted(*chain.read())
     for place, (row, count) in enumerate(zip(call.rows, call.counts, strict=True)):
         ids, scores = made.ids[place][: count - unread], made.scores[place][: count - unread]
         if call.grammars and call.grammars.masked(row) and -math.inf in scores:  # nothing was allowed there
@@ -101,7 +100,7 @@ def _step_by_step(batch: Batch, call: Call) -> Drafted:
         if call.embed_target is not None and step == call.counts[0] - 1:
             return _defer(batch, call, made, chain.drafts[0])
         ends = set()
-        for i, token, score in zip(going, chain.drafts[:, 0].tolist(), chain.logprobs[:, 0].tolist(), strict=True):
+        for i, (token,), (score,) in zip(going, *chain.read(), strict=True):
             row = call.rows[i]
             if grammars and ((grammars.masked(row) and score == -math.inf) or not grammars.accept(row, token)):
                 ends.add(i)  # nothing was allowed
