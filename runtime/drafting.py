@@ -65,7 +65,7 @@ def _all_but_the_last(batch: Batch, call: Call, chain: DraftChain) -> Drafted:
     most = call.counts[0] - 1
     if not most:  # a single deferred draft: the host waits for nothing
         return _defer(batch, call, Drafted([[]], [[]]), chain.drafts[0, :1])
-    made = Drafted(chain.drafts[:, :most].tolist(), chain.logprobs[:, :most].tolist())
+    made = Drafted(*chain.read())
     _cut_all(call, made, 1)
     if len(made.ids[0]) == most and made.ids[0][-1] not in call.stop_ids:
         return _defer(batch, call, made, chain.drafts[0, most : most + 1])
@@ -111,7 +111,7 @@ def _step_by_step(batch: Batch, call: Call) -> Drafted:
         if call.embed_target is not None and step == call.counts[0] - 1:
             return _defer(batch, call, made, chain.drafts[0])
         ends = set()
-        for i, token, score in zip(going, chain.drafts[:, 0].tolist(), chain.logprobs[:, 0].tolist(), strict=True):
+        for i, (token,), (score,) in zip(going, *chain.read(), strict=True):
             row = call.rows[i]
             if grammars and ((grammars.masked(row) and score == -math.inf) or not grammars.accept(row, token)):
                 ends.add(i)  # nothing was allowed

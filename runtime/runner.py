@@ -52,6 +52,13 @@ class DraftChain(NamedTuple):
     logprobs: torch.Tensor
     next_hidden: torch.Tensor
 
+    def read(self) -> tuple[list[list[int]], list[list[float]]]:
+        """Drafts and log-probabilities on the host: the one place that waits for the device, and one copy."""
+        if self.drafts.device.type == "cpu":
+            return self.drafts.tolist(), self.logprobs.tolist()
+        drafts, bits = torch.stack([self.drafts, self.logprobs.view(torch.int32)]).cpu()
+        return drafts.tolist(), bits.view(torch.float32).tolist()
+
 
 class Blocks(Protocol):
     """Cache blocks of one sequence; `version` differs whenever they do, from all that any sequence ever had."""

@@ -31,7 +31,17 @@ def on_gpu() -> tuple[DraftRunner, DraftRunner]:
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU and --artifacts")
-TestOnGpu = needs_gpu(machine_of("OnGpu", on_gpu, 2000))
+
+
+@needs_gpu
+@pytest.mark.parametrize("trim", ["exact", "seed", "seed_refeed", "valid"])
+def test_random_interleavings(trim):
+    """More than 2,000 operations in all."""
+    case = machine_of("OnGpu", on_gpu, 650, trim=trim)
+    case("runTest").runTest()
+    assert case.events["operations"] >= 500
+    assert case.events["drafts"]
+    assert case.events["device drafts"]
 
 
 class Loop:

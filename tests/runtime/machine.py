@@ -71,12 +71,14 @@ class Machine(RuleBasedStateMachine):
     events: Counter[str]
     """What happened over all examples: a machine that never gets anywhere proves nothing."""
 
-    @initialize(block_size=st.sampled_from((1, 8, 16)), trim=st.sampled_from(tuple(KEPT)))
-    def begin(self, block_size: int, trim: str) -> None:
+    trim: str
+
+    @initialize(block_size=st.sampled_from((1, 8, 16)))
+    def begin(self, block_size: int) -> None:
         self.runner, self.reference = type(self).make()
         pool = BlockPool(self.runner.circuit, blocks=POOL_ROWS // block_size, block_size=block_size, device=self.runner.device)
-        self.proposer = Audited(self.runner, pool, trim=trim)
-        self.pool, self.trim, self.vocab = pool, trim, self.runner.vocab_size
+        self.proposer = Audited(self.runner, pool, trim=self.trim)
+        self.pool, self.vocab = pool, self.runner.vocab_size
         self.sequences: list[Sequence] = []
         self.carried: list[tuple[object, Sequence]] = []
         self.joined = 0
@@ -521,12 +523,14 @@ class Machine(RuleBasedStateMachine):
         assert (ledger.free, ledger.held, ledger.loaned, ledger.promised) == (self.pool.total, 0, 0, 0)
 
 
-def machine_of(name: str, make: Callable[[], tuple[DraftRunner, DraftRunner]], operations: int, steps: int = 50):
+def machine_of(
+    name: str, make: Callable[[], tuple[DraftRunner, DraftRunner]], operations: int, *, trim: str = "exact", steps: int = 50
+):
     """A TestCase that runs about `operations` random operations; the same ones in every run.
 
     With SHRINK=1 in the environment, a failure is made as short as possible, which takes minutes.
     """
-    machine = type(name, (Machine,), {"make": staticmethod(make), "events": Counter()})
+    machine = type(name, (Machine,), {"make": staticmethod(make), "trim": trim, "events": Counter()})
     case = machine.TestCase
     case.events = machine.events
     case.settings = settings(

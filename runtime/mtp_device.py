@@ -1,0 +1,151 @@
+"""The device form of `MtpProposer`: what is checked, reserved and remembered around `device_form`'s launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from .device_form import DeviceForm, outcome, settled, started
+from .mtp_memory import Memory
+from .proposer import Hiddens
+from .runner import no_autograd
+from .state import MtpProposerState, ProposerState, Unsettled
+
+
+class DeviceMethods(Memory):
+    """Part of `MtpProposer`; `DraftProposer` documents the calls."""
+
+    trim: str
+    _device: DeviceForm
+    _lock: Any
+
+    @no_autograd()
+    def _propose_on_device(
+        self,
+        last_tokens: Sequence[int] | torch.Tensor,
+        hiddens: Hiddens,
+        positions: Sequence[int] | torch.Tensor,
+        num_drafts: int,
+        states: list[MtpProposerState],
+        accepted: torch.Tensor | None,
+        out: torch.Tensor,
+        extras: Mapping[str, Any],
+    ) -> torch.Tensor | None:
+        for name, value in extras.items():
+            if value is not None:
+                self._refuse("needs the host between drafts, or their readback", name, "nothing of it in the device form", "one")
+        n = len(states)
+        self._check_count(num_drafts)
+        if num_drafts < 1:
+            self._refuse("is no number of drafts", "num_drafts", "1 or more in the device form", str(num_drafts))
+        self._check_ints("out", out, (n, num_drafts))
+        self._check_ints("last_tokens", last_tokens, (n,))
+        if isinstance(positions, torch.Tensor):
+            self._check_ints("positions", positions, (n,))
+        self._check_hiddens(hiddens)
+        waiting = [bool(state.last_drafts) or bool(state.unsettled and not state.unsettled[-1].caught_up) for state in states]
+        if accepted is not None:
+            self._check_ints("accepted", accepted, (n,))
+        elif any(waiting):
+            self._refuse("drafts were verified, with what result?", "accepted", f"int32[{n}]", "None")
+        if not isinstance(positions, torch.Tensor):
+            for state, position in zip(states, positions, strict=True):
+                if state.proposed_at is not None and state.last_drafts:
+                    if position <= state.proposed_at:
+                        self._refuse("was drafted from", "position", f"{state.proposed_at + 1} or more", str(position))
+                else:
+                    self._check_next(state, position)
+        if not n:
+            return out
+        path = self.runner.serves(n)
+        if path is None:
+            self.metrics.refusals["width"] += 1
+            return None
+        held = [len(state.lease.blocks) for state in states]
+        counts = []
+        try:
+            for state in states:
+                most = _most_rows(state)
+                count = max(min(num_drafts, self.pool.room(state.lease) - most), 0)
+                if count < 1 or not self._reserve([(state, most + count)]):
+                    self.metrics.refusals["pool_exhausted"] += count < 1
+                    count = 0
+                counts.append(count)
+            if any(counts):
+                self._count_path(n)
+                self._device.propose(
+                    cast(torch.Tensor, last_tokens), hiddens, positions, num_drafts, counts, states, accepted, out
+                )
+            else:
+                self._device.skip(positions, states, accepted)
+                out.fill_(-1)
+        except BaseException:
+            self._give_back(states, held)
+            raise
+        for row, (state, count) in enumerate(zip(states, counts, strict=True)):
+            started(state)
+            state.model = state.model or self.runner.model_digest()
+            place = None if isinstance(positions, torch.Tensor) else positions[row]
+            state.unsettled.append(Unsettled(count, position=place))
+            state.last_scores, state.proposed_at = (), None
+        return out
+
+    @no_autograd()
+    def catchup_accepted(
+        self,
+        tokens: torch.Tensor,
+        hiddens: torch.Tensor,
+        states: Sequence[ProposerState],
+        accepted: torch.Tensor,
+        *,
+        first: int = 1,
+    ) -> bool:
+        with self._lock:
+            self._same_length(tokens=tokens, hiddens=hiddens, states=states, accepted=accepted)
+            mine = self._all_mine(states)
+            n, columns = len(mine), tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.dim() == 2 else -1
+            self._check_ints("tokens", tokens, (n, columns))
+            self._check_ints("accepted", accepted, (n,))
+            if not isinstance(hiddens, torch.Tensor) or hiddens.dim() != 3 or hiddens.shape[1] != columns:
+                self._refuse("do not fit", "hiddens", f"a tensor [{n}, {columns}, H]", repr(getattr(hiddens, "shape", hiddens)))
+            self._check_hiddens(hiddens.flatten(0, 1))
+            if first not in (0, 1):
+                self._refuse("is no first token", "first", "0 or 1", repr(first))
+            for state in mine:
+                if not state.last_drafts and (not state.unsettled or state.unsettled[-1].caught_up):
+                    self._refuse("has no verify to catch up with", "state", "a propose before", "none, or one that was caught up")
+            if not n or not columns:
+                return True
+            held = [len(state.lease.blocks) for state in mine]
+            if not self._reserve([(state, _most_rows(state)) for state in mine]):
+                return False
+            try:
+                self._device.catch_up(tokens, hiddens, mine, accepted, first)
+            except BaseException:
+                self._give_back(mine, held)
+                raise
+            for state in mine:
+                started(state)
+                state.unsettled[-1].caught_up = (first, columns)
+            return True
+
+    def settle(self, states: Sequence[ProposerState], accepted: Sequence[int]) -> None:
+        with self._lock:
+            self._same_length(states=states, accepted=accepted)
+            mine, limit = self._all_mine(states), self.runner.max_position
+            counts = self._ids(accepted)
+            for state, count in zip(mine, counts, strict=True):
+                if not state.unsettled:
+                    self._refuse("has nothing to settle", "state", "a device-form propose before", "none")
+                self._check_accepted(count, outcome(state, limit)[1])
+            for state, count in zip(mine, counts, strict=True):
+                drafted = settled(state, count, self.trim, limit)
+                self.pool.shrink(state.lease, state.most_rows)
+                self.metrics.count_verify(drafted, count)
+
+
+def _most_rows(state: MtpProposerState) -> int:
+    """Rows at most once the last verify is accounted for, wherever its accept count is."""
+    return state.rows + 1 if state.last_drafts else state.most_rows
