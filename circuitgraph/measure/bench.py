@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 Observer = Callable[[str, int, int], None]
 
 OURS = "circuitgraph"
+SERVED = frozenset({"context", "draft", "draft_masked", "logits"})
+"""Entries that a server calls, by the runner's methods of the same names."""
+
 MIN_ROUNDS = 7
 BLOCK_SIZE = 16
 DEFAULT_CONTEXT = 256
@@ -176,7 +179,7 @@ def _chosen(manifest: Manifest, where: str, entries: Sequence[str] | None, width
     chosen = [function for function in chosen if widths is None or function.rows in widths]
     faults += [
         Fault(f"entry '{entry}' is not called by a server yet", where=where, hint="On a GPU its programs are timed alone.")
-        for entry in sorted({function.entry for function in chosen} - {"draft", "context", "logits"})
+        for entry in sorted({function.entry for function in chosen} - SERVED)
     ]
     if not chosen and not faults:
         faults.append(Fault("nothing to measure: no entry or no width was asked for", where=where))
@@ -224,8 +227,11 @@ def _case(runner: CompiledRunner, function: Function, context: int) -> Case:
 
 
 def _our_call(runner: CompiledRunner, entry: str, case: Case) -> Callable[[], object]:
-    method = {"draft": runner.draft, "context": runner.context, "logits": runner.logits}[entry]
-    arguments = (case.inputs["token"], case.inputs["hidden"], case.inputs["position"], case.caches)
+    """The runner's method of the entry's name, which is in `SERVED`."""
+    method = getattr(runner, entry)
+    arguments = [*(case.inputs[name] for name in ("token", "hidden", "position")), case.caches]
+    if entry == "draft_masked":
+        arguments.append(case.inputs["allowed"])
     return lambda: method(*arguments)
 
 

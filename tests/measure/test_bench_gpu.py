@@ -247,3 +247,9 @@ def test_a_shape_of_another_artifact_is_refused(tiny):
 def test_bench_of_a_shape_on_the_cpu(tiny):
     report = circuitgraph.bench(tiny, random=True, peers=False, seconds=0.01, context=8, entries=["draft"])
     assert [row.rows for row in report.rows] == [1, 2]
+
+
+def test_bench_of_masked_drafts(tmp_path):
+    masked = artifact_of("tiny", tmp_path, widths=(2,), entries=("draft", "draft_masked"))
+    report = circuitgraph.bench(masked, random=True, peers=False, seconds=0.01, context=8, entries=["draft_masked"])
+    assert [(row.entry, row.rows) for row in report.rows] == [("draft_masked", 1), ("draft_masked", 2)]
