@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from circuitgraph.errors import Fault, RuntimeUseError
 from circuitgraph.ops import PagedKV
 
 from .pool import BlockPool
@@ -33,17 +34,20 @@ class Column:
         self._turn = 0
 
     def fill(self, values: Sequence[int]) -> torch.Tensor:
-        """The values as int32[len(values)] on the device, valid until the next fill."""
+        """The values as int32[len(values)]: for a GPU a fresh tensor, else memory that the next fill writes again."""
         self._turn = (self._turn + 1) % len(self._turns)
         cells = self._turns[self._turn]
         if len(values) > len(cells.cells):
             cells = self._turns[self._turn] = _Cells(2 * len(values), pinned=cells.read is not None)
         if cells.read is None:
             return cells.fill(values)
+        if torch.cuda.is_current_stream_capturing():
+            hint = "Capture `DraftRunner.chain` instead, with tensors on the device."
+            raise RuntimeUseError(Fault("a proposer cannot be part of a graph: it counts on the host", hint=hint))
         if not cells.read.query():  # as a rule it is long past
             cells.read.synchronize()
         made = cells.fill(values).to(self.device, non_blocking=True)
-        cells.read.record()
+        cells.read.record(torch.cuda.current_stream(self.device))
         return made
 
 

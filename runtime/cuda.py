@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,6 +27,9 @@ from .runner import Blocks, Caches, ChainRows, DraftChain, DraftStep, _kind, no_
 
 ADDRESSING = ("slot", "seq", "table", "start", "length")
 """The integers of a `PagedKV`, in its own order."""
+
+RECORDING = threading.Lock()
+"""One graph of ours at a time is recorded in a process: torch's allocator takes part."""
 
 MOST_GRAPHS = 64
 """Graphs kept per runner; beyond that the one that was used longest ago is dropped."""
@@ -50,6 +55,8 @@ class CudaRunner(CompiledRunner):
             device = torch.device("cuda", torch.cuda.current_device())
         check_device(manifest, device, manifest.program)
         self._graphs: OrderedDict[tuple, _Chain] = OrderedDict()
+        # torch.cuda.graph would take a stream of whichever device was captured on first, and wait for the whole device.
+        self.recorder = torch.cuda.Stream(device)
         self.chain_functions = tuple(functions[name] for name in CHAIN_FUNCTIONS)
         super().__init__(manifest, functions, weights, device=device, fallback=fallback)
 
@@ -123,6 +130,7 @@ class CudaRunner(CompiledRunner):
                 return super().chain(steps, token, hidden, position, kv, slots, allowed=allowed)
         return self._replay(steps, token, hidden, position, kv, slots, stops=True, allowed=allowed)
 
+    @no_autograd()
     def chain_packed(
         self,
         steps: int,
@@ -134,6 +142,10 @@ class CudaRunner(CompiledRunner):
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeUseError(Fault("drafts cannot be read while a graph is captured", where=self.circuit.name))
         entry, n = "draft" if allowed is None else MASKED, len(rows.tokens)
+        if hidden.shape != (n, self.hidden_size) or hidden.device != self.device:
+            expected = f"float[{n}, {self.hidden_size}] on {self.device}"
+            fault = Fault("does not fit", where=self.circuit.name, subject="hidden", expected=expected, got=_kind(hidden))
+            raise RuntimeUseError(fault)
         self._count(entry, n)
         drafts: list[list[int]] = []
         logprobs: list[list[float]] = []
@@ -155,6 +167,16 @@ class CudaRunner(CompiledRunner):
             return contextlib.nullcontext()
         return torch.cuda.device(self.device)
 
+    def release(self, storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        this, places = weakref.ref(self), _places(storage)
+
+        def drop() -> None:
+            graphs = getattr(this(), "_graphs", {})
+            for key in [key for key in graphs if key[-1] == places]:
+                del graphs[key]
+
+        return drop
+
     @contextlib.contextmanager
     def _stream(self) -> Iterator[None]:
         """Kernels go to torch's current stream of our device."""
@@ -165,11 +187,19 @@ class CudaRunner(CompiledRunner):
 
     def _on_device(self, token, position, kv: Caches, slots=None) -> tuple[Any, ...]:
         """(token, position, kv, slots) where the kernels read them: integers from the host travel in one copy, which the host
-        does not wait for."""
+        does not wait for.
+
+        Raises:
+            RuntimeUseError: integers from the host inside a capture, which would be read again by every replay.
+        """
         given = [token, position, *([] if slots is None else [slots])]
         for cache in kv.values():
             given += [getattr(cache, part) for part in ADDRESSING]
         host = [tensor for tensor in given if tensor.device.type == "cpu"]
+        if host and torch.cuda.is_current_stream_capturing():
+            hint = "Put them into device tensors, and write those before each replay."
+            fault = Fault("integers of the host cannot be part of a graph", where=self.circuit.name, hint=hint)
+            raise RuntimeUseError(fault)
         if host:
             packed = torch.empty(sum(tensor.numel() for tensor in host), dtype=torch.int32, pin_memory=True)
             torch.cat([tensor.reshape(-1) for tensor in host], out=packed)
@@ -204,8 +234,7 @@ class CudaRunner(CompiledRunner):
         sizes: dict[str, tuple[int, int]],
         stops: bool,
     ) -> _Chain:
-        places = tuple((k.data_ptr(), v.data_ptr(), k.shape) for k, v in storage.values())
-        key = (program.spec.symbol, steps, stops, tuple(sizes.values()), places)
+        key = (program.spec.symbol, steps, stops, tuple(sizes.values()), _places(storage))
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._graphs[key] = _Chain(self, program, steps, storage, sizes, stops)
@@ -419,12 +448,26 @@ class _Chain:
         if key not in self.graphs:
             self.graphs[key] = None
             return self._launch(*key)
-        self.newest = self.graphs[key]
-        if self.newest is None:
-            self.newest = self.graphs[key] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.newest, capture_error_mode="thread_local"):
+        graph = self.graphs[key]
+        if graph is None:
+            graph = self._record(key)
+        self.newest = self.graphs[key] = graph
+        graph.replay()
+
+    def _record(self, key: tuple[bool, bool, bool]) -> torch.cuda.CUDAGraph:
+        """Takes milliseconds, once; the device is not waited for, and a failure leaves nothing behind."""
+        graph, stream = torch.cuda.CUDAGraph(), self.runner.recorder
+        stream.wait_stream(torch.cuda.current_stream(self.runner.device))
+        with RECORDING, torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
                 self._launch(*key)
-        self.newest.replay()
+            except BaseException:
+                with contextlib.suppress(Exception):  # it would hide what went wrong
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph
 
     def _launch(self, formed: bool, masked: bool, sends: bool) -> None:
         begin, end = self.runner.chain_functions
@@ -450,6 +493,11 @@ class _Chain:
         torch.cuda.current_stream().synchronize()
         drafts, logprobs = self.pinned_result[:, :, :count].transpose(1, 2).unbind()
         return drafts.tolist(), logprobs.view(torch.float32).tolist()
+
+
+def _places(storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> tuple[Any, ...]:
+    """Where caches lie, as graphs are told apart by it."""
+    return tuple((k.data_ptr(), v.data_ptr(), k.shape) for k, v in storage.values())
 
 
 def _only_step(chain: DraftChain) -> DraftStep:

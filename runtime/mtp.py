@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
 from typing import Any, cast
@@ -56,6 +57,7 @@ class MtpProposer(DeviceMethods, DraftProposer):
         self.trim = trim
         self.metrics = Metrics(ledger=lambda: pool.ledger)
         self._own = runner
+        weakref.finalize(pool, runner.release(pool.storage))
         self._batch = Batch(runner, pool)
         self._device = DeviceForm(Batch(runner, pool, on_device=True), trim)
         self._bitmask: Bitmask | None = None
@@ -477,6 +479,7 @@ class MtpProposer(DeviceMethods, DraftProposer):
                 have, wanted = (getattr(each.circuit, what) for each in (other, self._own))
                 if have != wanted:
                     self._refuse("computes other rows", f"runner's {what}", str(wanted), str(have))
+            weakref.finalize(self.pool, other.release(self.pool.storage))
             for batch in (self._batch, self._device.batch):
                 batch.use(other)
             self.runner = other

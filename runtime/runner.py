@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
@@ -142,6 +142,11 @@ class DraftRunner(abc.ABC):
         """Positions below this have RoPE rows; None without such a limit."""
         rows = [self.weights[f"{table.name}.cos"].shape[0] for table in self.circuit.tables]
         return min(rows) if rows else None
+
+    def release(self, storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        """What to call when the caches of `storage` are no longer used: a runner may hold on to them until then. The
+        callback keeps neither the caches nor the runner alive."""
+        return lambda: None
 
     @property
     def integers_on(self) -> torch.device:

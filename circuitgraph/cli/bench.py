@@ -59,7 +59,8 @@ def bench(
 
     Medians of one run in which all competitors take turns. GB/s counts each weight once; the percentage is of the read
     bandwidth measured in between. torch.compile builds for each width first, which takes a while. On a GPU also chains,
-    the proposer around them, prefill, and runs of the single-row program; every result is checked before it is timed.
+    the proposer around them, prefill, and runs of the single-row program. There, steps and prefill are compared with the
+    reference before they are timed, and chains with their steps.
 
     \b
     circuitgraph bench drafter.cg --model drafter/ --target-model llm/

@@ -16,13 +16,14 @@ from ..ops import TORCH_DTYPES
 from ..runtime.compiled import CompiledRunner
 from ..runtime.mtp import MtpProposer
 from ..runtime.pool import BlockPool
+from ..runtime.runner import DraftRunner
 from .cases import Case, Span, make_case
 from .gpu import ReadCeiling, take_turns
 from .gpu_plan import GpuPlan
 from .peers import PEER_PROGRAM, TorchMtpHead
 from .peers_gpu import graphed_peers
 from .report import Column, Section, microseconds, percent, ratio
-from .truth import check_draft, reference
+from .truth import check_chain, check_context, check_draft, reference
 
 if TYPE_CHECKING:
     from .cuda import Observer
@@ -167,17 +168,26 @@ def on_device(case: Case, device: torch.device) -> Case:
 
 def recorded_chain(runner: CompiledRunner, steps: int, case: Case) -> Callable[[], object]:
     """The runner's own graph of a chain, as it replays it for a proposer: integers come from the host. Every step writes the
-    same cache row: time does not depend on it."""
+    same cache row: time does not depend on it.
+
+    Raises:
+        CircuitgraphError: what it replays is not what the steps one by one make.
+    """
     token, hidden, position = (case.inputs[name] for name in ("token", "hidden", "position"))
     caches = {
         name: replace(cache, **{part: getattr(cache, part).cpu() for part in ("slot", "seq", "table", "start", "length")})
         for name, cache in case.caches.items()
     }
-    slots = next(iter(caches.values())).slot[None].repeat(steps, 1)
-    for _ in range(3):  # as it comes, recorded, replayed
-        runner.chain(steps, token.cpu(), hidden, position.cpu(), caches, slots)
+    slots = next(iter(case.caches.values())).slot[None].repeat(steps, 1)
+    rest = (position.cpu(), caches, slots.cpu())
+    for _ in range(2):  # as it comes, recorded; with other hiddens, so that their results cannot pass for those of the replay
+        runner.chain(steps, token.cpu(), -hidden, *rest)
+    made = runner.chain(steps, token.cpu(), hidden, *rest)
     torch.cuda.synchronize()
-    return newest_graph(runner)
+    replay = newest_graph(runner)
+    meant = DraftRunner.chain(runner, steps, token, hidden, position, case.caches, slots)
+    check_chain(f"a chain of {steps}, {case.rows} rows", made, meant)
+    return replay
 
 
 def newest_graph(runner: CompiledRunner) -> Callable[[], object]:
@@ -190,7 +200,11 @@ def newest_graph(runner: CompiledRunner) -> Callable[[], object]:
     graph = getattr(chain, "newest", None)
     if graph is None:
         raise CircuitgraphError(Fault("the runner did not record a graph", where=runner.circuit.name))
-    return graph.replay
+
+    def replay(_kept: object = chain) -> None:  # the graph reads and writes its memory
+        graph.replay()
+
+    return replay
 
 
 def step_bytes(circuit: Circuit, weights: Mapping[str, torch.Tensor], n: int, context: int) -> int:
@@ -314,17 +328,39 @@ def _proposer(runner: CompiledRunner, ceiling: Ceiling, n: int, plan: GpuPlan) -
     for _ in range(plan.calls):
         singles.append(sequences.singles())
         batches.append(sequences.batch())
-    gpu = ceiling.take_turns({"chain": newest_graph(runner)}, plan.rounds)["chain"]
+    replay = newest_graph(runner)
+    gpu = ceiling.take_turns({"chain": replay}, plan.rounds)["chain"]
+    bare = _bare_us(replay, sequences.hiddens, plan)
     wall, alone = statistics.median(batches), statistics.median(singles)
     return {
         "n": n,
         "wall_us": wall,
         "chain_gpu_us": gpu,
         "over_gpu_us": wall - gpu,
+        "bare_us": bare - gpu,
         "proposes_us": alone,
         "over_proposes": alone / wall,
         "calls": plan.calls,
     }
+
+
+def _bare_us(replay: Callable[[], object], hiddens: torch.Tensor, plan: GpuPlan) -> float:
+    """Wall microseconds of the least that any host does for a chain: hiddens in, the graph, results out, wait. Median."""
+    on_gpu = hiddens.device.type == "cuda"
+    staged = torch.empty_like(hiddens)
+    result = torch.zeros(2, plan.steps, len(hiddens), dtype=torch.int32, device=hiddens.device)
+    read = torch.zeros(result.shape, dtype=torch.int32, pin_memory=on_gpu)
+    times = []
+    for _ in range(WARMUP + plan.calls):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        staged.copy_(hiddens)
+        replay()
+        read.copy_(result, non_blocking=True)
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        times.append(1e6 * (time.perf_counter() - started))
+    return statistics.median(times[WARMUP:])
 
 
 def _proposer_section(rows: Sequence[dict[str, Any]], plan: GpuPlan) -> Section:
@@ -333,13 +369,17 @@ def _proposer_section(rows: Sequence[dict[str, Any]], plan: GpuPlan) -> Section:
         Column("propose_batch us", "wall_us", microseconds),
         Column("its chain on the GPU us", "chain_gpu_us", microseconds),
         Column("over it us", "over_gpu_us", microseconds),
+        Column("bare us", "bare_us", microseconds),
         Column("n propose us", "proposes_us", microseconds),
         Column("ours", "over_proposes", ratio),
     )
     said = (
         f"Wall time of MtpProposer.propose_batch(n, {plan.steps} drafts), ints in, lists out, hiddens on the GPU, beside the GPU "
     )
-    said += "time of the same chain and beside n calls of propose."
+    said += (
+        "time of the same chain and beside n calls of propose. Bare is the host's floor over it: a copy in, the graph's replay, "
+    )
+    said += "a copy out and the wait, without a proposer or a runner."
     return Section("Proposer", said, columns, tuple(rows))
 
 
@@ -360,17 +400,24 @@ def _prefill(runner: CompiledRunner, ceiling: Ceiling, plan: GpuPlan) -> Section
     )
     case = on_device(case, runner.device)
     token, hidden, position = (case.inputs[name] for name in ("token", "hidden", "position"))
+    before = case.copy_caches()
+    runner.context(token, hidden, position, case.caches)
+    error = check_context(f"prefill {plan.prefill}", runner.circuit.act, runner.circuit, runner.weights, case, before)
+    del before
     times = ceiling.take_turns({"prefill": lambda: runner.context(token, hidden, position, case.caches)}, plan.rounds)
     row = {
         "rows": plan.prefill,
         "programs": -(-plan.prefill // max(runner.context_rows)),
         "us": times["prefill"],
         "rows_per_s": plan.prefill / times["prefill"] * 1e6,
+        "error": error,
     }
     columns = (
         Column("rows", "rows"),
         Column("programs", "programs"),
         Column("us", "us", microseconds),
         Column("rows/s", "rows_per_s", lambda value: f"{value:.3g}"),
+        Column("error", "error", lambda value: f"{value:.1e}"),
     )
-    return Section("Prefill", "Context rows of one sequence in one call, staging included.", columns, (row,))
+    said = "Context rows of one sequence in one call, staging and launches included; the relative error of its cache rows."
+    return Section("Prefill", said, columns, (row,))

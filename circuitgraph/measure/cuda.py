@@ -31,7 +31,8 @@ Observer = Callable[[str, int, int], None]
 
 METHOD = (
     "GPU time: CUDA graph replays between events, medians; the host puts each into the queue while the GPU idles, so no "
-    "launch is timed. What is compared takes turns in one run, the read kernel among them."
+    "launch is timed; prefill is called as a server calls it, and what its launches take beyond that head start is in its time. "
+    "What is compared takes turns in one run, the read kernel among them."
 )
 
 
@@ -76,7 +77,10 @@ def bench_cuda(
     random: bool = False,
     observer: Observer | None = None,
 ) -> CudaReport:
-    """Time an artifact's programs on this GPU; every program is compared with the reference before it is timed.
+    """Time an artifact's programs on this GPU.
+
+    Before it is timed, a step is compared with the reference, a replayed chain with its steps one by one, and prefill's
+    cache rows with the reference. Of the proposer only that it drafts as many tokens as asked is looked at.
 
     Args:
         plan: what to measure; see `GpuPlan`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -13,6 +13,9 @@ from ..errors import CircuitgraphError, Fault
 from ..interpreter import interpret
 from ..ops import PagedKV
 from .cases import Case
+
+CHUNK = 512
+"""Context rows that the interpreter takes at once: a later layer's scores grow with the square."""
 
 LIMITS = {"f32": 1e-4, "f16": 4e-3, "bf16": 2.5e-2}
 """Largest norm(made - meant) / norm(meant), by the type of activations: they are rounded at other places."""
@@ -63,3 +66,45 @@ def check_draft(subject: str, act: str, made: Mapping[str, torch.Tensor], meant:
         hint = "Nothing was timed: a program that is wrong may be fast."
         raise CircuitgraphError(Fault("differs from the reference", where=subject, expected=expected, got=got, hint=hint))
     return {"equal_drafts": int((made["draft"] == meant["draft"]).sum()), "error": error}
+
+
+def check_context(
+    subject: str, act: str, circuit: Circuit, weights: Mapping[str, torch.Tensor], case: Case, before: Mapping[str, PagedKV]
+) -> float:
+    """Relative error of the cache rows that a call of context rows wrote into `case`'s caches.
+
+    Args:
+        before: copies of the caches before that call; the reference writes into them.
+
+    Raises:
+        CircuitgraphError: they are off, or are not numbers.
+    """
+    for first in range(0, case.rows, CHUNK):
+        rows = slice(first, first + CHUNK)
+        caches = {
+            name: replace(cache, slot=cache.slot[rows], seq=cache.seq[rows], length=cache.length[rows])
+            for name, cache in before.items()
+        }
+        part = Case({name: tensor[rows] for name, tensor in case.inputs.items()}, caches, case.spans)
+        reference(circuit, "context", part, weights, caches)
+    worst = 0.0
+    for name, made in case.caches.items():
+        slot = made.slot[made.slot >= 0].long()
+        block, offset = slot // made.block_size, slot % made.block_size
+        for k_or_v in ("k", "v"):
+            ours, meant = (getattr(cache, k_or_v)[:, block, :, offset] for cache in (made, before[name]))
+            error = relative_error(ours, meant)
+            if not error < LIMITS[act]:  # NaN fails, too
+                expected = f"error below {LIMITS[act]:g}"
+                fault = Fault("differs from the reference", subject, f"{name}.{k_or_v}", expected, f"error {error:.2g}")
+                raise CircuitgraphError(fault)
+            worst = max(worst, error)
+    return worst
+
+
+def check_chain(subject: str, made: Iterable[torch.Tensor], steps: Iterable[torch.Tensor]) -> None:
+    """Raises CircuitgraphError unless a chain's (drafts, logprobs, next_hidden) are those of its steps, bit for bit."""
+    for name, ours, meant in zip(("drafts", "logprobs", "next_hidden"), made, steps, strict=True):
+        if not torch.equal(ours, meant):
+            expected, got = (str(tensor.flatten()[:8].tolist()) for tensor in (meant, ours))
+            raise CircuitgraphError(Fault("a chain is not what its steps are", subject, name, expected, got))

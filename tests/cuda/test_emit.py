@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import tvm
@@ -10,6 +11,7 @@ from tvm.script import tirx as T
 
 from circuitgraph.errors import ScheduleError
 from circuitgraph.kernels.base import KERNELS, make_params
+from circuitgraph.kernels.cuda import stream_templates, templates
 from circuitgraph.kernels.cuda.backend import make_backend
 from circuitgraph.kernels.cuda.build import units_of
 from circuitgraph.kernels.cuda.stream import Geometry, geometry
@@ -17,6 +19,7 @@ from circuitgraph.pipeline import Run, plan_piece
 from circuitgraph.plan.schedule import load_schedule
 from circuitgraph.target import Target
 from tests.circuits import EVERYTHING, small_mtp
+from tests.gpu.pack import CASES, plans_of
 
 RULES = load_schedule("cuda")
 ALIGNED = {
@@ -58,7 +61,7 @@ def test_aligned_shapes_reach_the_tensor_cores():
     chosen = {group.pattern: choice.kernel for group, choice in zip(aligned().groups, aligned().choices, strict=True)}
     assert chosen["project"] == chosen["gated"] == "cuda.linear_stream"
     assert chosen["attend"] == "cuda.attention_paged"
-    # 1003 logits are no whole number of tiles of 128 rows; the refusal is a line of the plan.
+    # 1003 logits are no whole number of tiles of 16 weight rows; the refusal is a line of the plan.
     assert chosen["head"] == "cuda.top1_plain"
     refusals = [reason for choice in aligned().choices for _, reason in choice.refusals]
     assert any("1003 weight rows do not split" in reason for reason in refusals)
@@ -88,19 +91,106 @@ def test_every_kernel_waits_for_those_before_it(switches):
 
 STEADY = {"position", "kv_slot", "kv_seq", "kv_start", "kv_length", "kv_table"}
 
+REPRESENTATIVE = {
+    "few_bf16": ("draft_1", "draft_8", "draft_masked_1", "draft_masked_5", "context_4"),
+    "more_bf16": ("draft_9", "draft_33", "draft_masked_64", "context_64", "context_200"),
+    "aligned_f16": ("draft_2", "draft_17"),
+    "odd_bf16": ("draft_1", "draft_17", "draft_masked_3", "context_5"),
+    "odd_f32": ("draft_64", "logits_2"),
+    "gated_bf16": ("draft_9", "logits_9", "context_4"),
+    "biased_bf16": ("draft_3",),
+    "narrow_bf16": ("draft_3",),
+    "wide_bf16": ("draft_1", "draft_16", "context_16"),
+    "mixed_f32_bf16": ("draft_2",),
+    "fixture_qwen3_5_mtp": ("draft_3",),
+}
+"""Programs of tests.gpu.pack.CASES that reach every template, and what templates do beside their rule."""
 
-@pytest.mark.parametrize("switches", [{}, EVERYTHING])
-def test_only_constants_and_addressing_are_read_before_the_wait(switches):
-    """What kernels before may still be writing is read afterwards: activations, tokens, cache rows."""
-    for circuit in (small_mtp(switches), None):
-        plan = plan_of(circuit) if circuit else aligned()
-        constants = {weight.name.replace(".", "_") for weight in plan.circuit.weights} | {"rope_cos", "rope_sin"}
-        for body in kernels_of(source_of(plan)):
-            early = body.split("griddepcontrol_wait();")[0]
-            read = set(re.findall(r"(?:ld_global\w*|cp_async\w*)\([^;]*?&\(+(?:\(\w+\*\))?(\w+?)_ptr", early))
-            read |= set(re.findall(r"&\((\w+?)_ptr\[", early))
-            local = set(re.findall(r"(?:int|float|uint|uint64_t|ushort|int64_t) (\w+?)_ptr", early))
-            assert {re.sub(r"_\d+$", "", name) for name in read - local} <= constants | STEADY | {""}, read
+ON_THE_WAY = {
+    "emit_copy": templates,
+    "emit_combine": templates,
+    "emit_add_parts": stream_templates,
+    "emit_top1_final": stream_templates,
+}
+
+
+def definitions(source: str) -> list[tuple[str, set[str], str]]:
+    """(name, names of the pointers it is given, body) of every kernel."""
+    found = re.findall(r'extern "C" __global__ [^{;]*?(\w+_kernel(?:_\d+)?)\(([^{;]*)\)\s*\{(.*?)\n\}', source, flags=re.S)
+    return [(name, set(re.findall(r"\* __restrict__ (\w+)", given)), body) for name, given, body in found]
+
+
+def early_uses(constants: set[str], given: set[str], body: str) -> list[str]:
+    """What a kernel does wrong before it waits for those before it, which may still be writing activations, tokens and cache
+    rows, or reading what it is about to write."""
+    early, waits, _ = body.partition("griddepcontrol_wait();")
+    touched = {re.sub(r"_ptr(_\d+)?$", "", name) for name in given if re.search(rf"\b{name}\b", early)}
+    faults = [f"touches {name}" for name in sorted(touched - constants - STEADY)]
+    faults += [f"stores: {call}" for call in re.findall(r"\w*(?:_st(?:_\w+)?_global|_red_global|atom|_bulk)\w*\(", early)]
+    faults += [f"stores to {name}" for name in given if re.search(rf"\b{name}\[[^;\n]*\] = ", early)]
+    return faults if waits else ["does not wait"]
+
+
+def constants_of(plan) -> set[str]:
+    return {weight.name.replace(".", "_") for weight in plan.circuit.weights} | {"rope_cos", "rope_sin"}
+
+
+def test_nothing_but_constants_and_addressing_is_touched_before_the_wait(monkeypatch):
+    """In programs that between them have every template in them."""
+    cases = {case.name: case for case in CASES}
+    reached = set()
+    for name, module in ON_THE_WAY.items():
+        monkeypatch.setattr(module, name, noted(reached, name, getattr(module, name)))
+    backend = make_backend(Target("cuda", "sm_90a"))
+    programs = {"twice": [plan_of(hidden_twice(small_mtp()))], "all switches": [plan_of(small_mtp(EVERYTHING))]}
+    for name, symbols in REPRESENTATIVE.items():
+        programs[name] = [plan for plan in plans_of(cases[name]) if plan.symbol in symbols]
+        assert {plan.symbol for plan in programs[name]} == set(symbols)
+    checked = 0
+    for name, plans in programs.items():
+        constants = set().union(*map(constants_of, plans))
+        reached |= {choice.kernel for plan in plans for choice in plan.choices}
+        for source in backend.sources(backend.lower(plans)):
+            for kernel, given, body in definitions(source):
+                faults = early_uses(constants, given, body)
+                assert not faults, (name, kernel, faults)
+                checked += 1
+    assert reached == {name for name in KERNELS if name.startswith("cuda.")} | set(ON_THE_WAY)
+    assert checked > 200
+
+
+def noted(reached: set[str], name: str, emit):
+    def emit_and_note(*args, **more):
+        reached.add(name)
+        return emit(*args, **more)
+
+    return emit_and_note
+
+
+def hidden_twice(circuit):
+    """With a second output of the same bytes."""
+    outputs = (*circuit.outputs, ("again", dict(circuit.outputs)["next_hidden"]))
+    entries = tuple(
+        replace(entry, outputs=(*entry.outputs, "again")) if entry.name == "draft" else entry for entry in circuit.entries
+    )
+    return replace(circuit, outputs=outputs, entries=entries)
+
+
+@pytest.mark.parametrize(
+    ("early", "fault"),
+    [
+        ("f = ld_global_f32(x, (&(hidden_ptr[0])));", "touches hidden"),
+        ("here = reinterpret_cast<uint64_t>((&(kv_k_ptr[0])));", "touches kv_k"),
+        ("tvm_builtin_ptx_st_global_b16((&(fc_ptr[0])), half_ptr[0]);", "stores: tvm_builtin_ptx_st_global_b16("),
+        ("fc_ptr[(i_ptr[0] + 1)] = 0;", "stores to fc_ptr"),
+        ("tvm_builtin_ptx_ld_global_s32(i_ptr[0], (&(kv_slot_ptr[0])));", None),
+    ],
+)
+def test_what_is_touched_too_early_is_found(early, fault):
+    given = {"fc_ptr", "hidden_ptr", "kv_k_ptr", "kv_slot_ptr"}
+    faults = early_uses({"fc"}, given, f"{early} griddepcontrol_wait(); y = hidden_ptr[0];")
+    assert faults == ([fault] if fault else [])
+    assert early_uses({"fc"}, given, early) == ["does not wait"]
 
 
 def test_before_sm_90_kernels_are_launched_one_after_the_other():

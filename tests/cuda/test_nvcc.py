@@ -8,7 +8,7 @@ import pytest
 
 from circuitgraph.errors import BuildError
 from circuitgraph.kernels.cuda import nvcc
-from circuitgraph.kernels.cuda.architectures import architecture
+from circuitgraph.kernels.cuda.architectures import ARCHITECTURES, architecture
 
 REPORT = """ptxas info    : Compiling entry function 'draft_1_kernel' for 'sm_90a'
 ptxas info    : Function properties for draft_1_kernel
@@ -55,12 +55,18 @@ def test_the_toolkit_that_is_named_comes_first(nothing, monkeypatch, tmp_path):
     assert nvcc.find_nvcc() == str(named)
 
 
-def test_an_old_compiler_says_what_is_needed(nothing, tmp_path):
-    script(tmp_path / "bin" / "nvcc", "echo 'Cuda compilation tools, release 12.4, V12.4.131'")
-    assert nvcc.Nvcc(architecture("sm_90a")).version == (12, 4)
-    for arch in ("sm_100", "sm_120"):
-        with pytest.raises(BuildError, match=rf"{arch}: nvcc is too old for it; expected 12.8 or newer; got 12.4. pip install"):
-            nvcc.Nvcc(architecture(arch))
+def test_a_named_toolkit_without_a_compiler_is_no_other_one(nothing, monkeypatch, tmp_path):
+    script(tmp_path / "bin" / "nvcc", "")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "gone"))
+    with pytest.raises(BuildError, match=r"/gone: CUDA_HOME has no CUDA compiler; expected .*/gone/bin/nvcc"):
+        nvcc.find_nvcc()
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_an_old_compiler_says_what_is_needed(nothing, tmp_path, arch):
+    script(tmp_path / "bin" / "nvcc", "echo 'Cuda compilation tools, release 12.9, V12.9.86'")
+    with pytest.raises(BuildError, match=r"nvcc is too old; expected 13.0 or newer; got 12.9. pip install"):
+        nvcc.Nvcc(architecture(arch))
 
 
 def test_a_missing_host_compiler_is_told(nothing, tmp_path):

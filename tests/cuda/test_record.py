@@ -1,16 +1,27 @@
-"""The generated CUDA is what the GPU tests last ran: kernels that changed and were not run again do not pass."""
+"""The generated CUDA is what the GPU tests last ran, all of them: kernels that changed and were not run again do not pass."""
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 
 import pytest
 
+from tests.gpu import expected
 from tests.gpu.pack import CASES, all_source_digests, inputs_digest
 
 RECORD = Path(__file__).resolve().parents[1] / "gpu" / "record.json"
 HINT = "The kernels differ from those that ran on a GPU: run tests/gpu again with --record (see its conftest.py)."
+
+
+def functions_of(case) -> expected.Functions:
+    """As the manifest of the case's artifact has them."""
+    rows = {entry: case.context_rows if entry == "context" else case.widths for entry in case.entries}
+    return {f"{entry}_{n}": (entry, n) for entry in case.entries for n in rows[entry]}
+
+
+ARTIFACTS = {case.name: functions_of(case) for case in CASES}
 
 
 @pytest.fixture(scope="module")
@@ -30,5 +41,77 @@ def test_programs_are_those_that_passed(case, record, generated):
     assert generated[case.name] == record["programs"].get(case.name), HINT
 
 
-def test_everything_passed(record):
+@pytest.mark.parametrize("name", ARTIFACTS)
+def test_an_artifact_passed_all_its_tests(name, record):
+    """Whatever tests/gpu has for it now, the sanitizer's among them."""
+    assert not missing(record["tests"], expected.tests_of(name, ARTIFACTS[name])), HINT
+
+
+def test_the_lifecycle_passed(record):
+    """And all else that names no artifact by a fixture."""
+    tests = list(expected.tests_without_artifact())
+    assert any(test.startswith("test_lifecycle.py::test_random_interleavings[") for test in tests)
+    assert not missing(record["tests"], tests), HINT
+
+
+def test_nothing_failed_and_only_what_may_was_skipped(record):
     assert set(record["tests"].values()) <= {"passed", "skipped"}
+    assert {test for test, outcome in record["tests"].items() if outcome == "skipped"} <= set(expected.MAY_SKIP)
+
+
+def test_the_record_says_where_and_when(record):
+    assert all(record[name] for name in ("device", "driver", "torch", "cuda"))
+    datetime.date.fromisoformat(record["date"])
+
+
+def missing(outcomes, tests) -> dict[str, str | None]:
+    return {test: outcomes.get(test) for test in tests if not expected.passed(outcomes, [test])}
+
+
+# -- what gets into a record -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def all_passed():
+    tests = [test for name, functions in ARTIFACTS.items() for test in expected.tests_of(name, functions)]
+    return dict.fromkeys([*tests, *expected.tests_without_artifact()], "passed")
+
+
+def test_tests_are_named_as_pytest_names_them(all_passed):
+    for test in (
+        "test_programs.py::test_program_computes_what_the_circuit_means[few_bf16-draft_masked_5-4]",
+        "test_programs.py::test_long_contexts[gated_bf16-131071]",
+        "test_runner.py::test_inside_the_callers_own_graph[more_bf16-chain]",
+        "test_runner.py::test_golden_cases[fixture_mimo_mtp-d]",
+        "test_sanitizer.py::test_sanitizer_finds_nothing[odd_bf16-racecheck]",
+        "test_sanitizer.py::test_sanitizer_finds_nothing[narrow_bf16-memcheck]",
+        "test_lifecycle.py::test_random_interleavings[exact]",
+        "test_measure.py::test_times_leave_the_launch_out",
+    ):
+        assert test in all_passed
+    assert set(expected.MAY_SKIP) <= set(all_passed)
+    assert not [test for test in all_passed if test.startswith("test_sanitizer.py") and "few" in test]
+
+
+def test_what_passed_is_recorded(all_passed):
+    assert expected.recorded(all_passed, ARTIFACTS) == list(ARTIFACTS)
+    assert expected.recorded(all_passed | dict.fromkeys(expected.MAY_SKIP, "skipped"), ARTIFACTS) == list(ARTIFACTS)
+
+
+@pytest.mark.parametrize(
+    ("test", "artifact"),
+    [
+        ("test_lifecycle.py::test_random_interleavings[seed]", "lifecycle_f32"),
+        ("test_lifecycle.py::test_the_device_form_never_waits", "lifecycle_f32"),
+        ("test_programs.py::test_long_contexts[odd_f32-32768]", "odd_f32"),
+        ("test_sanitizer.py::test_sanitizer_finds_nothing[narrow_bf16-racecheck]", "narrow_bf16"),
+        ("test_programs.py::test_program_computes_what_the_circuit_means[more_bf16-context_200-0]", "more_bf16"),
+        ("test_runner.py::test_golden_cases[fixture_mimo_mtp-a]", "fixture_mimo_mtp"),
+    ],
+)
+@pytest.mark.parametrize("outcome", ["failed", "skipped", None])
+def test_what_failed_or_did_not_run_is_not_recorded(all_passed, test, artifact, outcome):
+    assert all_passed.pop(test) == "passed"
+    if outcome:
+        all_passed[test] = outcome
+    assert set(ARTIFACTS) - set(expected.recorded(all_passed, ARTIFACTS)) == {artifact}

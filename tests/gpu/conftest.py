@@ -1,18 +1,19 @@
 """GPU tests: `pytest tests/gpu --artifacts build/gpu --record FILE`, after `python -m tests.gpu.pack build/gpu`.
 
-Without a GPU, or without artifacts, everything here is skipped. They need torch, tvm-ffi, pytest and safetensors beside the
-package; no compiler.
+Without a GPU, or without artifacts, everything here is skipped. They need torch, tvm-ffi, pytest, hypothesis and safetensors
+beside the package; no compiler. `expected` says which tests a record must have.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.gpu import calls
+from tests.gpu import calls, expected
 
 
 def pytest_addoption(parser):
@@ -24,25 +25,29 @@ def pytest_configure(config):
     calls.ARTIFACTS = config.getoption("--artifacts", default=None)
 
 
-def artifacts_of(config) -> list[Path]:
+def artifacts_of(config) -> dict[Path, expected.Functions]:
     folder = config.getoption("--artifacts", default=None)
     if folder is None or not torch.cuda.is_available():
-        return []
-    return sorted(path.parent for path in Path(folder).glob("*/manifest.json"))
+        return {}
+    found = {}
+    for file in sorted(Path(folder).glob("*/manifest.json")):
+        if file.parent.name not in expected.BENCHED:
+            functions = json.loads(file.read_text())["functions"]
+            found[file.parent] = {symbol: (function["entry"], function["rows"]) for symbol, function in functions.items()}
+    return found
 
 
 def pytest_generate_tests(metafunc):
-    """`artifact`: every artifact; `program`: every (artifact, entry, rows)."""
-    folders = artifacts_of(metafunc.config)
-    reason = pytest.mark.skip(reason="needs a GPU and --artifacts")
-    if "program" in metafunc.fixturenames:
-        programs = []
-        for folder in folders:
-            for symbol, function in json.loads((folder / "manifest.json").read_text())["functions"].items():
-                programs.append(pytest.param((folder, function["entry"], function["rows"]), id=f"{folder.name}-{symbol}"))
-        metafunc.parametrize("program", programs or [pytest.param(None, marks=reason)])
-    elif "artifact" in metafunc.fixturenames:
-        metafunc.parametrize("artifact", [pytest.param(f, id=f.name) for f in folders] or [pytest.param(None, marks=reason)])
+    """`artifact`, `golden`, `small`: folders of artifacts. `program`: (folder, entry, rows). `entry`: (folder, entry)."""
+    for fixture in expected.FIXTURES:
+        if fixture in metafunc.fixturenames:
+            values = [
+                pytest.param((folder, *more) if more else folder, id=name)
+                for folder, functions in artifacts_of(metafunc.config).items()
+                for name, more in expected.units(fixture, folder.name, functions)
+            ]
+            reason = pytest.mark.skip(reason="needs a GPU and --artifacts")
+            metafunc.parametrize(fixture, values or [pytest.param(None, marks=reason)])
 
 
 @pytest.fixture(scope="session")
@@ -70,23 +75,32 @@ _outcomes: dict[str, str] = {}
 
 def pytest_runtest_logreport(report):
     if report.when == "call" or report.outcome != "passed":
-        _outcomes[report.nodeid.partition("tests/gpu/")[2]] = report.outcome
+        name = report.nodeid.partition("tests/gpu/")[2]
+        if _outcomes.get(name) != "failed":  # whichever part of it failed
+            _outcomes[name] = report.outcome
 
 
 def pytest_sessionfinish(session):
-    """An artifact is recorded, with the digests of its programs, when no test that names it has failed."""
+    """An artifact is recorded, with the digests of its programs, when all its tests ran and none that names it failed."""
     target = session.config.getoption("--record", default=None)
     if target is None:
         return
-    failed = {test.partition("[")[2].partition("-")[0].rstrip("]") for test, outcome in _outcomes.items() if outcome == "failed"}
+    from circuitgraph.measure.gpu import describe_gpu
+
+    artifacts = artifacts_of(session.config)
+    names = expected.recorded(_outcomes, {folder.name: functions for folder, functions in artifacts.items()})
     facts = {
         folder.name: json.loads((folder.parent / f"{folder.name}.digests.json").read_text())
-        for folder in artifacts_of(session.config)
-        if folder.name not in failed and any(f"[{folder.name}-" in test for test in _outcomes)
+        for folder in artifacts
+        if folder.name in names
     }
+    machine = describe_gpu({})
     record = {
-        "device": torch.cuda.get_device_name(),
+        "device": machine["device"],
+        "driver": machine["driver"],
         "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "tests": dict(sorted(_outcomes.items())),
         "inputs": {name: fact["inputs"] for name, fact in facts.items()},
         "programs": {name: fact["programs"] for name, fact in facts.items()},

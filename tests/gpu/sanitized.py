@@ -1,6 +1,7 @@
-"""Every program of an artifact once, and a chain: `compute-sanitizer python -m tests.gpu.sanitized build/gpu/NAME`.
+"""Every program of an artifact, and chains: `compute-sanitizer python -m tests.gpu.sanitized build/gpu/NAME`.
 
-What is compared elsewhere is not compared here: the sanitizer watches memory and races.
+Chains are called thrice: as they come, recorded, replayed. What is compared elsewhere is not compared here: the sanitizer
+watches memory and races.
 """
 
 from __future__ import annotations
@@ -10,23 +11,42 @@ from pathlib import Path
 
 import torch
 
+from circuitgraph.measure.cases import Span
 from circuitgraph.runtime import load
-from tests.gpu.calls import run, situation
-from tests.gpu.test_programs import chain_slots, on_host
+from circuitgraph.runtime.runner import ChainRows
+from tests.gpu.calls import Kept, Table, chain_slots, host_arguments, recorded, run, situation
 
 
 def main(folder: Path) -> None:
     runner = load(folder)
     for function in runner.manifest.functions.values():
         run(runner, situation(runner, function.entry, function.rows, 1), function.entry)
-    for n in [width for width in runner.widths if width <= 8]:
+    for n in runner.widths[:3]:
         case = situation(runner, "draft", n, 2)
         inputs, slots = (case.inputs["token"], case.inputs["hidden"], case.inputs["position"]), chain_slots(case, 2)
-        for _ in range(2):  # as it comes, and recorded
-            runner.chain(2, *inputs, case.copy_caches(), slots)
-        host = {name: on_host(cache) for name, cache in case.copy_caches().items()}
-        runner.chain(2, inputs[0].cpu(), inputs[1], inputs[2].cpu(), host, slots.cpu())
+        kept = Kept(runner, case)
+        for _ in range(3):
+            runner.chain(2, *inputs, kept.caches(), slots)
+        assert recorded(runner)
+        kept = Kept(runner, case)
+        for _ in range(3):
+            runner.chain(2, *host_arguments(case.inputs, kept.caches()), slots.cpu())
+        assert recorded(runner)
+        packed(runner, n)
     torch.cuda.synchronize()
+
+
+def packed(runner, n: int) -> None:
+    spans = [Span(5 + i) for i in range(n)]
+    case = situation(runner, "draft", n, 1, spans=spans)
+    blocks = [Table(row.tolist(), version) for version, row in enumerate(case.caches["kv"].table, 1)]
+    written = [[slot for slot in row if slot >= 0] for row in chain_slots(case, 2).T.tolist()]
+    tokens, positions = case.inputs["token"].tolist(), case.inputs["position"].tolist()
+    rows = ChainRows(tokens, positions, [span.context for span in spans], written, blocks)
+    kept = Kept(runner, case)
+    for _ in range(3):
+        runner.chain_packed(2, rows, case.inputs["hidden"], {name: (c.k, c.v) for name, c in kept.caches().items()})
+    assert recorded(runner)
 
 
 if __name__ == "__main__":

@@ -2,152 +2,154 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import functools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from circuitgraph.measure.cases import Span
-from circuitgraph.runtime import DraftRunner
+from circuitgraph.measure.cases import Case, Span
+from circuitgraph.runtime import CompiledRunner, DraftRunner, load
 from circuitgraph.runtime.runner import ChainRows
-from tests.gpu.calls import CONTEXTS, error, reference, run, situation, tolerance
+from tests.gpu.calls import (
+    CONTEXTS,
+    Kept,
+    Table,
+    artifact_folder,
+    chain_slots,
+    check,
+    each_mask,
+    error,
+    has_entry,
+    host_arguments,
+    recorded,
+    reference,
+    run,
+    same,
+    same_caches,
+    situation,
+    tolerance,
+    varied,
+)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_program_computes_what_the_circuit_means(program, seed, runners):
-    """Each program is called as it comes, then recorded as a graph, then replayed, with other inputs every time."""
+    """Each drafting program is called as it comes, then recorded as a graph, then replayed, with other inputs every time."""
     folder, entry, rows = program
     runner = runners(folder)
     case = situation(runner, entry, rows, seed)
-    want, want_caches = reference(runner, case, entry)
-    got, got_caches = run(runner, case, entry)
-    limit = tolerance(runner)
-    check_caches(case, got_caches, want_caches, limit)
-    live = slice(0, case.live)
-    if entry != "context":
-        assert error(got["next_hidden"][live], want["next_hidden"][live]) < limit
-    if entry == "logits":
-        assert error(got["logits"][live], want["logits"][live]) < limit
-    if entry in ("draft", "draft_masked"):
-        logits = want["logits"][live].float()
-        spread = logits.std(dim=-1)
-        if entry == "draft_masked":
-            logits = logits.masked_fill(~allowed_columns(case.inputs["allowed"][live], logits.shape[1]), float("-inf"))
-        chosen = logits.gather(1, got["draft"][live, None].long())[:, 0]
-        assert (logits.amax(-1) - chosen <= 8 * limit * spread).all(), "a token that is not among the best"
-        assert (got["logprob"][live] - (chosen - logits.logsumexp(-1))).abs().max() <= 8 * limit * spread.max()
-
-
-def allowed_columns(mask: torch.Tensor, columns: int) -> torch.Tensor:
-    """bool[rows, columns] of a bitmask int32[rows, words]."""
-    column = torch.arange(columns, device=mask.device)
-    return ((mask[:, column // 32] >> (column % 32).to(torch.int32)) & 1) == 1
-
-
-def check_caches(case, got, want, limit) -> None:
-    """Written rows agree; everything else, poison included, is bit for bit what it was."""
-    for name, before in case.caches.items():
-        slot = before.slot[before.slot >= 0].long()
-        block, offset = slot // before.block_size, slot % before.block_size
-        for part in ("k", "v"):
-            ours, reference_, old = (getattr(caches[name], part) for caches in (got, want, case.caches))
-            assert error(ours[:, block, :, offset], reference_[:, block, :, offset]) < limit
-            rest = torch.ones(old.shape[1], old.shape[3], dtype=torch.bool, device=old.device)
-            rest[block, offset] = False
-            mask = rest[None, :, None, :, None].expand_as(old)
-            assert torch.equal(torch.nan_to_num(ours[mask], 7.0), torch.nan_to_num(old[mask], 7.0))
+    kept = Kept(runner, case)
+    for turn in range(3):
+        now = varied(runner, case, turn)
+        check(runner, now, entry, run(runner, now, entry, kept), reference(runner, now, entry))
+    assert not entry.startswith("draft") or recorded(runner)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_chain_equals_its_steps(artifact, steps, runners):
     """Tokens, scores and cache, bit for bit; a row that stops drafts nothing from there on. Called thrice: as it comes,
-    recorded, replayed."""
+    recorded, replayed, with other inputs every time."""
     runner = runners(artifact)
     for n in [width for width in runner.widths if width <= 16]:
         for seed in range(3):
             case = situation(runner, "draft", n, seed)
-            slots = chain_slots(case, steps)
-            inputs = (case.inputs["token"], case.inputs["hidden"], case.inputs["position"])
-            ours, theirs = case.copy_caches(), case.copy_caches()
-            got = runner.chain(steps, *inputs, ours, slots)
-            want = DraftRunner.chain(runner, steps, *inputs, theirs, slots)
-            assert torch.equal(got.drafts, want.drafts)
-            assert torch.equal(torch.nan_to_num(got.logprobs), torch.nan_to_num(want.logprobs))
-            for part in ("k", "v"):
-                pair = [torch.nan_to_num(getattr(caches["kv"], part), 7.0) for caches in (ours, theirs)]
-                assert torch.equal(*pair)
+            for mask in each_mask(runner, case):
+                kept = Kept(runner, case)
+                for turn in range(3):
+                    now = varied(runner, case, turn)
+                    slots = chain_slots(now, steps)
+                    inputs = (now.inputs["token"], now.inputs["hidden"], now.inputs["position"])
+                    ours = kept.caches(now)
+                    got = runner.chain(steps, *inputs, ours, slots, **mask(now))
+                    assert recorded(runner) == (turn > 0)
+                    check_chain(runner, steps, now, slots, mask(now), got, ours)
 
 
-def chain_slots(case, steps: int) -> torch.Tensor:
-    """Where the rows of a chain are written, as far as their own blocks reach; the first row stops after one step."""
-    cache = case.caches["kv"]
-    slots = torch.full((steps, case.rows), -1, dtype=torch.int32, device=cache.slot.device)
-    for row, span in enumerate(case.spans):
-        first = span.start + span.context
-        blocks = -(-(first + 1) // cache.block_size)
-        for step in range(min(steps, blocks * cache.block_size - first) if row else 1):
-            block, offset = divmod(first + step, cache.block_size)
-            slots[step, row] = cache.table[row, block] * cache.block_size + offset
-    return slots
+def check_chain(runner: CompiledRunner, steps: int, case: Case, slots, mask, got, ours) -> None:
+    """(drafts, logprobs, ...) and caches are those of single steps. What those record is forgotten, not what there was."""
+    before = dict(runner._graphs)
+    theirs = case.copy_caches()
+    inputs = (case.inputs["token"], case.inputs["hidden"], case.inputs["position"])
+    want = DraftRunner.chain(runner, steps, *inputs, theirs, slots, **mask)
+    assert torch.equal(got.drafts, want.drafts)
+    assert same(got.logprobs, want.logprobs)
+    assert same_caches(ours, theirs)
+    torch.cuda.synchronize(runner.device)
+    for key in [key for key in runner._graphs if key not in before]:
+        del runner._graphs[key]
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_chain_of_host_integers_equals_that_of_device_ones(artifact, steps, runners):
     """The host forms positions and lengths of all steps itself; a kernel does for integers on the device. All rows live, some
-    stopped."""
+    stopped. Thrice, as above."""
     runner = runners(artifact)
     for n in [width for width in runner.widths if width <= 16]:
         for seed in range(4):
             case = situation(runner, "draft", n, seed)
-            slots = chain_slots(case, steps)
-            if seed == 3:
-                slots = slots[:1]  # no row stops but the idle one
-            inputs = (case.inputs["token"], case.inputs["hidden"], case.inputs["position"])
-            ours, theirs = case.copy_caches(), case.copy_caches()
-            want = runner.chain(len(slots), *inputs, theirs, slots)
-            host = {name: on_host(cache) for name, cache in ours.items()}
-            arguments = (inputs[0].cpu(), inputs[1], inputs[2].cpu(), host, slots.cpu())
-            got = runner.chain(len(slots), *arguments)
-            assert torch.equal(got.drafts, want.drafts)
-            assert torch.equal(torch.nan_to_num(got.logprobs), torch.nan_to_num(want.logprobs))
-            for part in ("k", "v"):
-                assert torch.equal(*[torch.nan_to_num(getattr(caches["kv"], part), 7.0) for caches in (ours, theirs)])
+            count = 1 if seed == 3 else steps  # then no row stops but the idle one
+            for mask in each_mask(runner, case):
+                kept = Kept(runner, case)
+                for turn in range(3):
+                    now = varied(runner, case, turn)
+                    slots = chain_slots(now, count)
+                    ours = kept.caches(now)
+                    got = runner.chain(count, *host_arguments(now.inputs, ours), slots.cpu(), **mask(now))
+                    assert recorded(runner) == (turn > 0)
+                    check_chain(runner, count, now, slots, mask(now), got, ours)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_chain_of_plain_integers(artifact, steps, runners):
-    """What proposers use: lists in, lists out; tables are copied only where blocks have changed."""
+    """What proposers use: lists in, lists out; tables are copied only where blocks have changed, which they do in between."""
     runner = runners(artifact)
     for n in [width for width in (*runner.widths, 7) if width <= 16]:
         spans = [Span(CONTEXTS[(n + i) % 10]) for i in range(n)]
-        case = situation(runner, "draft", n, 5, spans=spans)
-        slots, cache = chain_slots(case, steps), case.caches["kv"]
-        blocks = [Table(row.tolist(), version) for version, row in enumerate(cache.table, 1)]
-        inputs = (case.inputs["token"], case.inputs["hidden"], case.inputs["position"])
-        for _ in range(4):  # as it comes, recorded, replayed
-            ours, theirs = case.copy_caches(), case.copy_caches()
-            want = runner.chain(steps, *inputs, theirs, slots)
-            written = [[slot for slot in row if slot >= 0] for row in slots.T.tolist()]
-            rows = ChainRows(inputs[0].tolist(), inputs[2].tolist(), [span.context for span in spans], written, blocks)
-            drafts, logprobs = runner.chain_packed(steps, rows, inputs[1], {"kv": (ours["kv"].k, ours["kv"].v)})
-            for i, row in enumerate(written):
-                assert drafts[i][: len(row)] == want.drafts[i, : len(row)].tolist()
-                assert logprobs[i][: len(row)] == want.logprobs[i, : len(row)].tolist()
-            for part in ("k", "v"):
-                assert torch.equal(*[torch.nan_to_num(getattr(caches["kv"], part), 7.0) for caches in (ours, theirs)])
+        whole = situation(runner, "draft", n, 5, spans=spans)
+        for mask in each_mask(runner, whole):
+            case, kept = whole, Kept(runner, whole)
+            blocks = [Table(row.tolist(), version) for version, row in enumerate(case.caches["kv"].table, 1)]
+            for turn in range(5):  # as it comes, recorded, replayed
+                if turn:
+                    row = turn % n
+                    case = moved(case, row)
+                    blocks[row] = Table(case.caches["kv"].table[row].tolist(), 1000 * turn)
+                now = varied(runner, case, turn, roll=False)
+                slots, ours, theirs = chain_slots(now, steps), kept.caches(now), now.copy_caches()
+                inputs = (now.inputs["token"], now.inputs["hidden"], now.inputs["position"])
+                written = [[slot for slot in row if slot >= 0] for row in slots.T.tolist()]
+                rows = ChainRows(inputs[0].tolist(), inputs[2].tolist(), [span.context for span in spans], written, blocks)
+                storage = {"kv": (ours["kv"].k, ours["kv"].v)}
+                drafts, logprobs = runner.chain_packed(steps, rows, inputs[1], storage, **mask(now))
+                assert turn == 0 or recorded(runner)
+                before = dict(runner._graphs)
+                want = runner.chain(steps, *inputs, theirs, slots, **mask(now))
+                for i, row in enumerate(written):
+                    assert drafts[i][: len(row)] == want.drafts[i, : len(row)].tolist()
+                    assert logprobs[i][: len(row)] == want.logprobs[i, : len(row)].tolist()
+                assert same_caches(ours, theirs)
+                torch.cuda.synchronize(runner.device)
+                for key in [key for key in runner._graphs if key not in before]:
+                    del runner._graphs[key]
 
 
-@dataclass
-class Table:
-    """As a lease of a pool."""
-
-    blocks: list[int]
-    version: int
-
-
-def on_host(cache):
-    """The same storage, addressed by integers in host memory."""
-    return replace(cache, **{part: getattr(cache, part).cpu() for part in ("slot", "seq", "length", "table", "start")})
+def moved(case: Case, row: int) -> Case:
+    """The case with the newest block of a row's sequence in another place of the storage; where it was, there is poison."""
+    caches = case.copy_caches()
+    cache = caches["kv"]
+    table = cache.table.clone()
+    last = (int(cache.length[row]) - 1) // cache.block_size
+    old = int(table[row, last])
+    free = sorted(set(range(cache.k.shape[1])) - set(table.flatten().tolist()))
+    new = free[row % len(free)]
+    for part in (cache.k, cache.v):
+        part[:, new] = part[:, old]
+        part[:, old] = float("nan")
+    table[row, last] = new
+    slot = cache.slot.clone()
+    slot[row] += (new - old) * cache.block_size
+    return Case(case.inputs, {"kv": replace(cache, table=table, slot=slot)}, case.spans)
 
 
 def test_rows_do_not_depend_on_each_other(artifact, runners):
@@ -165,19 +167,58 @@ def test_rows_do_not_depend_on_each_other(artifact, runners):
         assert torch.equal(idle["draft"], together["draft"]), "the same call twice gives other tokens"
 
 
-@pytest.mark.parametrize("context", [15, 16, 17, 1000, 32768])
+@pytest.mark.parametrize("context", [0, 1, 15, 16, 17, 1000])
 def test_contexts(artifact, context, runners):
     runner = runners(artifact)
-    if runner.max_position is not None and context >= runner.max_position:
-        pytest.skip("longer than the program's positions")
-    if context > 1000 and not artifact.name.startswith(("few", "gated", "odd")):
-        pytest.skip("long contexts are tried on a few shapes")
     for n in runner.widths[:2]:
         case = situation(runner, "draft", n, 1, context=context)
-        want, _ = reference(runner, case, "draft")
-        got, _ = run(runner, case, "draft")
-        live = slice(0, case.live)
-        assert error(got["next_hidden"][live], want["next_hidden"][live]) < tolerance(runner)
+        check(runner, case, "draft", run(runner, case, "draft"), reference(runner, case, "draft"))
+
+
+@functools.cache
+def far_reaching(name: str) -> CompiledRunner:
+    return load(artifact_folder(name), max_position=140_000)
+
+
+@pytest.mark.parametrize("context", [0, 1, 15, 16, 17, 1000, 32768, 131071])
+@pytest.mark.parametrize("name", ["few_bf16", "gated_bf16", "odd_f32"])
+def test_long_contexts(name, context):
+    """Few cache rows weigh as much as all others together, so that each of those missing would show: the oldest, the newest,
+    at edges of tiles, in between."""
+    runner = far_reaching(name)
+    for n in runner.widths[: 1 if context > 100_000 else 2]:
+        for seed in (1,) if context > 1000 else (0, 1, 2):
+            case = situation(runner, "draft", n, seed, context=context)
+            weigh(case, context)
+            check(runner, case, "draft", run(runner, case, "draft"), reference(runner, case, "draft"))
+
+
+def weigh(case: Case, context: int) -> None:
+    """Make some rows of every sequence's values large, in place."""
+    cache = case.caches["kv"]
+    generator = torch.Generator().manual_seed(context)
+    some = torch.randint(0, context, (4,), generator=generator).tolist() if context else []
+    for seq, span in enumerate(case.spans):
+        for place in {*some, context - 1, 0, 15, 16, context // 2 // 16 * 16} & set(range(context)):
+            block, offset = divmod(span.start + place, cache.block_size)
+            shape = (cache.v.shape[0], cache.v.shape[2], cache.v.shape[4])
+            values = torch.randn(shape, generator=generator) * max(context / 8, 1)
+            cache.v[:, int(cache.table[seq, block]), :, offset] = values.to(cache.v.dtype).to(cache.v.device)
+
+
+def test_rows_that_see_nothing(artifact, runners):
+    """A row whose sequence starts at its end, or behind it, gets zeros from attention; its neighbours what they had."""
+    runner = runners(artifact)
+    entries = [entry for entry in ("draft", "draft_masked", "logits") if has_entry(runner, entry)]
+    for n in [width for width in runner.widths if width <= 16][:3]:
+        for seed, more in ((0, 0), (1, 1), (2, 40)):
+            case = situation(runner, "draft", n, seed)
+            for cache in case.caches.values():
+                cache.start[0] = cache.length[0] + more
+            for entry in entries:
+                got = run(runner, case, entry)
+                assert got[0]["next_hidden"][: case.live].isfinite().all()
+                check(runner, case, entry, got, reference(runner, case, entry))
 
 
 def test_nan_stays_in_its_row(artifact, runners):
@@ -187,11 +228,14 @@ def test_nan_stays_in_its_row(artifact, runners):
     case = situation(runner, "draft", n, 0)
     want, _ = run(runner, case, "draft")
     case.inputs["hidden"][0] = float("nan")
+    kept = Kept(runner, case)
     for _ in range(3):
-        got, _ = run(runner, case, "draft")
+        got, _ = run(runner, case, "draft", kept)
         assert got["draft"][0] == 0
         assert got["logprob"][0] == float("-inf")
         assert torch.equal(got["draft"][1:], want["draft"][1:])
+    assert recorded(runner)
     inputs = (case.inputs["token"], case.inputs["hidden"], case.inputs["position"])
-    chain = runner.chain(3, *inputs, case.copy_caches(), chain_slots(case, 3))
-    assert chain.drafts[0, 0] == 0
+    for _ in range(3):
+        chain = runner.chain(3, *inputs, kept.caches(), chain_slots(case, 3))
+        assert chain.drafts[0, 0] == 0

@@ -7,8 +7,22 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from circuitgraph.errors import RuntimeUseError
 from tests.fixture_cases import Cases, Rows, fixture_tensors
-from tests.gpu.calls import run, situation
+from tests.gpu.calls import (
+    ADDRESSING,
+    Kept,
+    call,
+    chain_slots,
+    has_entry,
+    host_arguments,
+    recorded,
+    run,
+    same_caches,
+    same_results,
+    situation,
+    varied,
+)
 
 
 @dataclass
@@ -37,27 +51,29 @@ class OnDevice:
 
 
 @pytest.mark.parametrize("case", ["a", "b", "c", "d"])
-def test_golden_cases(artifact, case, runners):
-    if not artifact.name.startswith("fixture_"):
-        pytest.skip("has no golden values")
-    runner = runners(artifact)
-    tensors = fixture_tensors(artifact.name.removeprefix("fixture_"))
+def test_golden_cases(golden, case, runners):
+    runner = runners(golden)
+    tensors = fixture_tensors(golden.name.removeprefix("fixture_"))
     getattr(Cases(tensors, runner.circuit.states[0], OnDevice(runner)), f"check_{case}")()
 
 
 def test_integers_may_come_from_the_host(artifact, runners):
+    """Of every call; drafts thrice: as they come, recorded, replayed, with other inputs every time."""
     runner = runners(artifact)
     n = runner.widths[-1] if runner.widths[-1] <= 16 else 16
-    for seed in range(3):
-        case = situation(runner, "draft", n, seed)
-        want, _ = run(runner, case, "draft")
-        caches = {
-            name: replace(c, **{part: getattr(c, part).cpu() for part in ("slot", "seq", "length", "table", "start")})
-            for name, c in case.copy_caches().items()
-        }
-        got = runner.draft(case.inputs["token"].cpu(), case.inputs["hidden"], case.inputs["position"].cpu(), caches)
-        assert torch.equal(got.draft, want["draft"])
-        assert torch.equal(got.logprob, want["logprob"])
+    for entry in [entry for entry in ("draft", "draft_masked", "logits", "context") if has_entry(runner, entry)]:
+        for seed in range(3):
+            case = situation(runner, entry, n, seed)
+            wanted = [run(runner, varied(runner, case, turn), entry) for turn in range(3)]
+            kept = Kept(runner, case)
+            for turn, (want, want_caches) in enumerate(wanted):
+                now = varied(runner, case, turn)
+                caches = kept.caches(now)
+                token, hidden, position, host = host_arguments(now.inputs, caches)
+                got = call(runner, entry, {**now.inputs, "token": token, "hidden": hidden, "position": position}, host)
+                assert same_results(got, want, now)
+                assert same_caches(caches, want_caches)
+            assert not entry.startswith("draft") or recorded(runner)
 
 
 def test_widths_that_were_not_compiled(artifact, runners):
@@ -71,38 +87,116 @@ def test_widths_that_were_not_compiled(artifact, runners):
         assert (got["logprob"][: case.live] - alone).abs().max() < 0.3
 
 
-def test_inside_the_callers_own_graph(artifact, runners):
-    runner = runners(artifact)
-    case = situation(runner, "draft", runner.widths[1], 2)
-    want, _ = run(runner, case, "draft")
-    caches = case.copy_caches()
-    arguments = (case.inputs["token"], case.inputs["hidden"], case.inputs["position"], caches)
+def test_inside_the_callers_own_graph(entry, runners):
+    """Every call becomes part of a graph that reads its inputs, addressing and caches anew with every replay."""
+    folder, name = entry
+    runner = runners(folder)
+    rows = runner.context_rows[0] if name == "context" else runner.widths[1]
+    case = situation(runner, "draft" if name == "chain" else name, rows, 2)
+
+    def slots_of(now):
+        return chain_slots(now, 3) if name == "chain" else None
+
+    turns = [varied(runner, case, turn) for turn in range(3)]
+    wanted = []
+    for now in turns:
+        caches = now.copy_caches()
+        wanted.append((call(runner, name, now.inputs, caches, slots_of(now)), caches))
+    kept = Kept(runner, case)
+    inputs = {key: tensor.clone() for key, tensor in case.inputs.items()}
+    static = {
+        key: replace(cache, **{part: getattr(cache, part).clone() for part in ADDRESSING}) for key, cache in kept.caches().items()
+    }
+    slots = slots_of(case)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = runner.draft(*arguments)
+        made = call(runner, name, inputs, static, slots)
+    assert not runner._graphs, "a graph of the runner's own inside the caller's"
+    for now, (want, want_caches) in zip((*turns, turns[0]), (*wanted, wanted[0]), strict=True):
+        kept.caches(now)
+        for key, tensor in now.inputs.items():
+            inputs[key].copy_(tensor)
+        for key, cache in now.caches.items():
+            for part in ADDRESSING:
+                getattr(static[key], part).copy_(getattr(cache, part))
+        if slots is not None:
+            slots.copy_(slots_of(now))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same_results(made, want, now, slots)
+        assert same_caches(static, want_caches)
+
+
+def test_host_integers_inside_a_graph_are_refused(entry, runners):
+    """Replays would read memory of the host that has long been something else."""
+    folder, name = entry
+    runner = runners(folder)
+    rows = runner.context_rows[0] if name == "context" else runner.widths[1]
+    case = situation(runner, "draft" if name == "chain" else name, rows, 2)
+    caches = case.copy_caches()
+    token, _, position, host = host_arguments(case.inputs, caches)
+    slots = chain_slots(case, 3) if name == "chain" else None
+    host_slots = None if slots is None else slots.cpu()
+    whole = {**case.inputs, "token": token, "position": position}
+    value = torch.zeros(1, device=runner.device).add_(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value.add_(1)
+        with pytest.raises(RuntimeUseError):
+            call(runner, name, whole, host, host_slots)
+        with pytest.raises(RuntimeUseError):  # one alone
+            call(runner, name, {**case.inputs, "position": position}, caches, slots)
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(made.draft, want["draft"])
+    assert value.item() == 1, "the caller's graph was spoilt"
+    assert same_caches(caches, case.caches)
 
 
 def test_two_runners_on_two_streams(artifact, runners):
-    """Own workspaces and staging: calls that overlap don't disturb each other."""
+    """Own workspaces and staging: chains that are replayed at the same time don't disturb each other."""
     from circuitgraph.runtime.compiled import CHAIN_FUNCTIONS
 
     first = runners(artifact)
     functions = {program.spec.symbol: program.call for program in first._programs.values()}
     functions |= dict(zip(CHAIN_FUNCTIONS, first.chain_functions, strict=True))
     second = type(first)(first.manifest, functions, first.weights, device=first.device)
+    pair = (first, second)
     n = first.widths[-1] if first.widths[-1] <= 16 else 16
     cases = [situation(first, "draft", n, seed) for seed in (0, 1)]
-    want = [run(first, case, "draft")[0] for case in cases]
+    turns = [[varied(first, case, turn) for turn in range(3)] for case in cases]
+    slots = [[chain_slots(now, 3) for now in each] for each in turns]
+    wanted = []
+    for index in range(2):
+        for now, written in zip(turns[index], slots[index], strict=True):
+            caches = now.copy_caches()
+            wanted.append((call(first, "chain", now.inputs, caches, written), caches))
+    kept = [Kept(runner, case) for runner, case in zip(pair, cases, strict=True)]
+
+    def chain(index: int, turn: int):
+        now = turns[index][turn]
+        caches = kept[index].caches(now)
+        made = call(pair[index], "chain", now.inputs, caches, slots[index][turn])
+        return made, {name: replace(cache, k=cache.k.clone(), v=cache.v.clone()) for name, cache in caches.items()}
+
+    for index in range(2):
+        for turn in range(2):
+            chain(index, turn)
+        assert recorded(pair[index])
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(2)]
-    made = [[], []]
-    for _ in range(5):
-        for index, (runner, stream) in enumerate(zip((first, second), streams, strict=True)):
+    made: list[list] = [[], []]
+    for stream in streams:  # both wait while the host fills their queues
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(40_000_000)
+    for step in range(12):
+        for index, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                made[index].append(run(runner, cases[index], "draft")[0])
+                made[index].append(chain(index, step % 3))
     torch.cuda.synchronize()
     for index in range(2):
-        assert all(torch.equal(step["draft"], want[index]["draft"]) for step in made[index])
+        for step, (got, caches) in enumerate(made[index]):
+            want, want_caches = wanted[3 * index + step % 3]
+            assert same_results(got, want, cases[index], slots[index][step % 3])
+            assert same_caches(caches, want_caches)

@@ -100,7 +100,9 @@ def test_steps_chains_proposer_and_prefill(tiny, ceiling):
     assert sections["peers"].rows[0]["torch eager ratio"] == pytest.approx(3)
     assert [row["n"] for row in sections["proposer"].rows] == [1, 2]
     assert all(row["wall_us"] > 0 and row["proposes_us"] > 0 for row in sections["proposer"].rows)
+    assert all({"bare_us", "over_gpu_us"} <= row.keys() for row in sections["proposer"].rows)
     assert sections["prefill"].rows[0]["programs"] == 2
+    assert sections["prefill"].rows[0]["error"] < 1e-5
     for section in sections.values():
         assert len(section.cells()[0]) == len(section.shown())
         json.dumps(section.to_json())
@@ -127,6 +129,23 @@ def test_a_wrong_program_is_not_timed(tiny, ceiling, monkeypatch):
     monkeypatch.setattr(runner, "draft", wrong)
     with pytest.raises(CircuitgraphError, match="draft 1: differs from the reference"):
         chains.measure(runner, ceiling, [1], PLAN, quiet)
+
+
+def test_a_wrong_prefill_is_not_timed(tiny, ceiling, monkeypatch):
+    runner = runner_of(tiny)
+    context = runner.context
+    monkeypatch.setattr(runner, "context", lambda token, *rest: context(token + 1 - 2 * (token % 2), *rest))
+    with pytest.raises(CircuitgraphError, match=r"prefill 32: kv\.k: differs from the reference"):
+        chains._prefill(runner, ceiling, PLAN)
+
+
+def test_a_chain_that_is_not_its_steps_is_not_timed(tiny, ceiling, monkeypatch):
+    runner = runner_of(tiny)
+    chain = runner.chain
+    monkeypatch.setattr(runner, "chain", lambda *arguments: chain(*arguments)._replace(next_hidden=torch.zeros(2, 128)))
+    case = chains.device_case(runner.circuit, 2, 20, CPU, None)
+    with pytest.raises(CircuitgraphError, match="a chain of 3, 2 rows: next_hidden: a chain is not what its steps are"):
+        chains.recorded_chain(runner, 3, case)
 
 
 def test_entries_one_by_one(eagle, ceiling):

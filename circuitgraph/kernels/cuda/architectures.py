@@ -16,7 +16,6 @@ class Architecture:
 
     processors: multiprocessors of the largest GPU of its kind; a smaller one runs the same grid, in turns. shared_bytes:
     shared memory of one block. overlap: programmatic launch. multiply: `mul` of two bf16 at once; `fma` they all have.
-    since: the first CUDA toolkit that compiles for it.
     """
 
     name: str
@@ -24,7 +23,6 @@ class Architecture:
     shared_bytes: int
     overlap: bool
     multiply: bool
-    since: tuple[int, int]
 
     @property
     def clusters(self) -> bool:
@@ -40,11 +38,11 @@ class Architecture:
 ARCHITECTURES = {
     arch.name: arch
     for arch in (
-        Architecture("sm_80", 108, 163 * 1024, False, False, (11, 8)),
-        Architecture("sm_89", 128, 99 * 1024, False, False, (11, 8)),
-        Architecture("sm_90a", 132, 227 * 1024, True, True, (12, 0)),
-        Architecture("sm_100", 148, 227 * 1024, True, True, (12, 8)),
-        Architecture("sm_120", 170, 99 * 1024, True, True, (12, 8)),
+        Architecture("sm_80", 108, 163 * 1024, False, False),
+        Architecture("sm_89", 128, 99 * 1024, False, False),
+        Architecture("sm_90a", 132, 227 * 1024, True, True),
+        Architecture("sm_100", 148, 227 * 1024, True, True),
+        Architecture("sm_120", 170, 99 * 1024, True, True),
     )
 }
 DEFAULT = "sm_90a"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,21 @@ def emit_plain_attention(env: Any, query: Query) -> None:
                 store(query.stats, [row, head, part, 1], total[0])
 
 
+def joined(found: Sequence[tuple[Any, Any, Any]]) -> Any:
+    """The sum of parts, each (largest score, sum of weights, weighted sum); zero where no part has seen a row."""
+    largest, total, value = (register("float32", name=name) for name in ("top", "joined", "value"))
+    put(largest, T.float32(LOWEST))
+    put(total, T.float32(0))
+    put(value, T.float32(0))
+    for top, _, _ in found:
+        put(largest, T.max(largest[0], top))
+    for top, weight, partial in found:
+        share = hold(T.exp2(top - largest[0]))
+        put(total, total[0] + share * weight)
+        put(value, value[0] + share * partial)
+    return hold(T.Select(T.EQ(total[0], T.float32(0)), T.float32(0), value[0] / total[0]))
+
+
 def emit_combine(env: Any, query: Query, finish: Callable[[Any, Any, Any, Any], None]) -> None:
     """finish(row, head, column, value) with the sum of all parts; zero where a row sees nothing. A block per row and head."""
     rows, heads, parts, dim = (int(size) for size in query.sums.shape)
@@ -107,17 +122,6 @@ def emit_combine(env: Any, query: Query, finish: Callable[[Any, Any, Any, Any], 
                 (load(query.stats, [row, head, p, 0]), load(query.stats, [row, head, p, 1]), load(query.sums, [row, head, p, d]))
                 for p in range(parts)
             ]
-            largest, total, value = register("float32"), register("float32"), register("float32")
-            put(largest, T.float32(LOWEST))
-            put(total, T.float32(0))
-            put(value, T.float32(0))
-            for top, _, _ in found:
-                put(largest, T.max(largest[0], top))
-            for top, weight, partial in found:
-                share = hold(T.exp2(top - largest[0]))
-                put(total, total[0] + share * weight)
-                put(value, value[0] + share * partial)
-            empty = T.EQ(total[0], T.float32(0))
-            finish(row, head, d, hold(T.Select(empty, T.float32(0), value[0] / total[0])))
+            finish(row, head, d, joined(found))
 
         for_each(dim, at.warp * 32 + at.lane, warps * 32, column)

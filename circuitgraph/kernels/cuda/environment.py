@@ -15,8 +15,6 @@ from ...lower import argument_values
 from ...plan.ir import Group, Plan, Scratch
 from .values import do, named, wide
 
-STEADY = frozenset({"position"})
-
 TIR_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32", "i64": "int64", "u8": "uint8"}
 
 
@@ -33,8 +31,6 @@ class Thread:
     block: Any
     warp: Any
     lane: Any
-    rank: Any = None
-    """Of the block in its cluster, where there is one."""
 
 
 @contextmanager
@@ -50,8 +46,9 @@ def launch(
     cluster: this many consecutive blocks run together and see each other's shared memory.
     """
     with T.attr({"tirx.device_entry": True}):
-        rank = T.cta_id_in_cluster([cluster]) if cluster > 1 else None
-        thread = Thread(T.cta_id([blocks]), T.warp_id([warps]), T.lane_id([32]), rank)
+        if cluster > 1:
+            T.cta_id_in_cluster([cluster])
+        thread = Thread(T.cta_id([blocks]), T.warp_id([warps]), T.lane_id([32]))
         if overlap:
             if not fence:
                 do(T.ptx.griddepcontrol.launch_dependents())
@@ -89,8 +86,11 @@ class CudaEnvironment:
         self._buffers: dict[str, Any] = {}
         self._views: dict[tuple[str, tuple[Any, ...], str], Any] = {}
         self._output_of: dict[str, str] = {}
+        self._steady: set[str] = set()
         for role, value in argument_values(plan):
             buffer = self._argument(value, role)
+            if role == "addressing" or (role, value.name) == ("input", "position"):
+                self._steady.add(value.name)
             if role == "workspace":
                 self._workspace = buffer
                 continue
@@ -125,7 +125,7 @@ class CudaEnvironment:
     def steady(self, name: str) -> bool:
         """May a kernel read this argument before it waits? Positions and the addressing of caches are complete before a
         program starts, whatever ran before it (see `chain`); tokens and hiddens come from the kernels before."""
-        return name in STEADY or name.rpartition(".")[2] in ("slot", "seq", "start", "length", "table")
+        return name in self._steady
 
     def wait(self) -> None:
         """Memory of earlier kernels is complete from here on. Weights, tables and what is `steady` may be read before."""

@@ -18,18 +18,26 @@ from .architectures import Architecture
 PACKAGED = "nvidia/cu*/bin/nvcc"
 """Where the Python packages of `circuitgraph[cuda]` put it, beside other packages. It finds its headers."""
 
+SINCE = (13, 0)
+"""The oldest CUDA toolkit, for all architectures: no older one was tried."""
+
 GET_ONE = "pip install 'circuitgraph[cuda]', or install the CUDA toolkit (13.0 or newer) and set CUDA_HOME to it."
 
 
 def find_nvcc() -> str:
-    """The CUDA compiler: $CUDA_HOME's, the one on the PATH, or that of the Python packages.
+    """The CUDA compiler: $CUDA_HOME's where that is set, otherwise the one on the PATH, or that of the Python packages.
 
     Raises:
-        BuildError: there is none.
+        BuildError: there is none, or CUDA_HOME names a folder without one.
     """
     home = os.environ.get("CUDA_HOME")
-    candidates = [shutil.which(str(Path(home, "bin", "nvcc")))] if home else []
-    candidates.append(shutil.which("nvcc"))
+    if home:
+        named = str(Path(home, "bin", "nvcc"))
+        if shutil.which(named) is None:
+            hint = "Set CUDA_HOME to the folder of a CUDA toolkit, or unset it."
+            raise BuildError(Fault("CUDA_HOME has no CUDA compiler", where=home, expected=named, hint=hint))
+        return named
+    candidates = [shutil.which("nvcc")]
     candidates += map(str, sorted(Path(sysconfig.get_path("purelib")).glob(PACKAGED)))
     found = next(filter(None, candidates), None)
     if found is None:
@@ -52,10 +60,9 @@ class Nvcc:
             hint = "Install g++, or set NVCC_CCBIN to a C++ compiler."
             raise BuildError(Fault("nvcc needs a host compiler, and there is none", expected="g++ on the PATH", hint=hint))
         self.version = _version(self.path, self._run("--version"))
-        if self.version < arch.since:
-            expected, got = (".".join(map(str, version)) for version in (arch.since, self.version))
-            problem = Fault("nvcc is too old for it", self.path, arch.name, f"{expected} or newer", got, GET_ONE)
-            raise BuildError(problem)
+        if self.version < SINCE:
+            expected, got = (".".join(map(str, version)) for version in (SINCE, self.version))
+            raise BuildError(Fault("nvcc is too old", where=self.path, expected=f"{expected} or newer", got=got, hint=GET_ONE))
 
     def compile(self, source: Path, compiled: Path) -> str:
         """One unit to an object, or its device code alone to a `.cubin`.

@@ -15,17 +15,15 @@ from typing import Any
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
-from .attention import Query
+from .attention import Query, joined
 from .row_program import for_each
-from .values import LOG2_E, LOWEST, do, from_lane, hold, put, register, store, wide, zeros
+from .values import COPY, LOAD, LOG2_E, LOWEST, do, from_lane, hold, put, register, store, wide, zeros
 
 TILE = 16
 
 CLUSTER = 8
 """Blocks of a cluster that every GPU with clusters takes."""
 
-COPY = "cp.async.cg.shared.global.L2::128B"
-LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
 LOAD_TRANSPOSED = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
 
 
@@ -63,7 +61,9 @@ class PagedAttention:
             self.sequence, self.first, self.end = query.span(self.row)
             tile, ahead, slot, found = (register("int32", name=name) for name in ("tile", "ahead", "slot", "line"))
             first_tile = T.floordiv(self.first, TILE)
-            last_tile = hold(T.floordiv(self.end + (TILE - 1), TILE), "int32")
+            # A row that starts behind its end has no tile: a tile without visible rows would count them all alike.
+            last_tile = T.Select(self.first < self.end, T.floordiv(self.end + (TILE - 1), TILE), first_tile)
+            last_tile = hold(last_tile, "int32")
             each = T.floordiv(T.max(last_tile - first_tile, T.int32(0)) + (parts - 1), parts)
             put(tile, first_tile + self.part * each + at.warp)
             self.stop = hold(T.min(tile[0] - at.warp + each, last_tile), "int32")
@@ -246,20 +246,9 @@ class PagedAttention:
             member, d = hold(T.floordiv(index, self.dim), "int32"), hold(T.floormod(index, self.dim), "int32")
             places = [self.part_stats.ptr_to([member, 0]), self.part_stats.ptr_to([member, 1])]
             places.append(self.shared_sums.ptr_to([0, member, d]))
-            found = [[self._of_block(part, place) for place in places] for part in range(parts)]
-            largest, total, value = register("float32"), register("float32"), register("float32")
-            put(largest, T.float32(LOWEST))
-            put(total, T.float32(0))
-            put(value, T.float32(0))
-            for top, _, _ in found:
-                put(largest, T.max(largest[0], top))
-            for top, weight, partial in found:
-                share = hold(T.exp2(top - largest[0]))
-                put(total, total[0] + share * weight)
-                put(value, value[0] + share * partial)
-            empty = T.EQ(total[0], T.float32(0))
+            found = [tuple(self._of_block(part, place) for place in places) for part in range(parts)]
             head = hold(self.kv_head * self.group + member, "int32")
-            finish(self.row, head, d, hold(T.Select(empty, T.float32(0), value[0] / total[0])))
+            finish(self.row, head, d, joined(found))
 
         threads = self.warps * 32
         for_each(count, hold(self.part * threads + at.warp * 32 + at.lane, "int32"), parts * threads, element)

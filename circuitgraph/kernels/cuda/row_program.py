@@ -117,10 +117,10 @@ class Evaluator:
         self._fetch(nodes, row, head)
         for node in nodes:
             if node.op == "rms_norm":
-                columns = self.shape(node.name)[1]
+                columns, whose = self.shape(node.name)[1], self._head_of(node, head)
 
-                def square(column, name=node.inputs[0]):
-                    value = self.at(name, Place(row, head, column))
+                def square(column, name=node.inputs[0], whose=whose):
+                    value = self.at(name, Place(row, whose, column))
                     return value * value
 
                 mean = total(square, columns) * T.float32(1.0 / columns)
@@ -132,9 +132,13 @@ class Evaluator:
             simple = not any(other.op == "rms_norm" for other in self.upstream(node.inputs[:1]))
             for column in self._own_columns(self.shape(node.name)[1]):
                 if node.op == "rms_norm" and simple:
-                    self.at(node.inputs[0], Place(row, head, column))
+                    self.at(node.inputs[0], Place(row, self._head_of(node, head), column))
                 elif node.op == "rope" and self._turns_own(node):
                     self._angles(node, column)
+
+    def _head_of(self, node: Node, head: Any) -> Any:
+        """A norm over whole rows may feed a value with heads: its own elements lie in no head."""
+        return head if self.types[node.name].rank == 3 else 0
 
     def _own_columns(self, count: int) -> list[Any]:
         if self.spread is None:

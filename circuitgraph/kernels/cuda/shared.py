@@ -15,6 +15,9 @@ from .plain import ROWS, Logits, Partials
 from .row_program import Evaluator, Place, emit_rows, for_each, refuse_rows, sinks_of
 from .values import hold, load, store
 
+PROLOGUE_WARPS = 16
+"""Of a block that has one row of a prologue."""
+
 
 def refuse_prologue(plan: Plan, group: Group) -> str | None:
     return refuse_rows(plan, group.prologue, prologue_sinks(plan, group))

@@ -20,13 +20,10 @@ from tvm.tirx.script import builder as T
 
 from .architectures import architecture_of
 from .plain import Best, Logits, Partials, Projection
-from .values import do, hold, load, put, register, store, wide, zeros
+from .values import COPY, do, hold, load, put, register, store, wide, zeros
 
 STEP = 32
 """Columns of one step of a warp."""
-
-COPY = "cp.async.cg.shared.global.L2::128B"
-"""The hint has L2 fetch whole lines of 128 bytes: worth 8 % of bandwidth on an H200."""
 
 
 @dataclass(frozen=True)

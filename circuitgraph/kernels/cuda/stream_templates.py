@@ -15,6 +15,7 @@ from .epilogue import Epilogue, meeting, refuse_epilogue
 from .plain import Projection, emit_top1_final
 from .row_program import Evaluator, Place, for_each, sinks_of
 from .shared import (
+    PROLOGUE_WARPS,
     emit_prologue,
     logits_of,
     partial_scratch,
@@ -27,8 +28,6 @@ from .shared import (
 )
 from .stream import Geometry, Norm, Stream, emit_add_parts, geometry, tiles_of
 from .values import store
-
-PROLOGUE_WARPS = 16
 
 
 @dataclass(frozen=True)

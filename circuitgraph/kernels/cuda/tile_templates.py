@@ -11,6 +11,7 @@ from .architectures import architecture_of, fitting
 from .epilogue import Epilogue, meeting, refuse_epilogue
 from .plain import Projection, emit_top1_final
 from .shared import (
+    PROLOGUE_WARPS,
     emit_prologue,
     logits_of,
     partial_scratch,
@@ -22,8 +23,6 @@ from .shared import (
     refuse_top1,
 )
 from .tiles import DEPTH, Tile, Tiles
-
-PROLOGUE_WARPS = 16
 
 
 @dataclass(frozen=True)

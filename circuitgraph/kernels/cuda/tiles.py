@@ -14,16 +14,13 @@ from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
 from .plain import Best, Logits, Partials, Projection
-from .values import do, hold, put, register, wide, zeros
+from .values import COPY, LOAD, do, hold, put, register, wide, zeros
 
 DEPTH = 64
 """Columns of x and weights in one stage: 128 bytes, 8 chunks of 16."""
 
 WARPS = (2, 4)
 """Warps of a block, along the rows and along the weights."""
-
-COPY = "cp.async.cg.shared.global.L2::128B"
-LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
 
 
 @dataclass(frozen=True)
