@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import tvm_ffi
@@ -55,6 +55,9 @@ class CudaRunner(CompiledRunner):
             device = torch.device("cuda", torch.cuda.current_device())
         check_device(manifest, device, manifest.program)
         self._graphs: OrderedDict[tuple, _Chain] = OrderedDict()
+        self._routes: dict[tuple, _Route] = {}
+        self.newest: _Chain | None = None
+        """What ran last: `measure` times it."""
         # torch.cuda.graph would take a stream of whichever device was captured on first, and wait for the whole device.
         self.recorder = torch.cuda.Stream(device)
         self.chain_functions = tuple(functions[name] for name in CHAIN_FUNCTIONS)
@@ -62,6 +65,8 @@ class CudaRunner(CompiledRunner):
 
     def _bind(self) -> None:
         self._graphs.clear()  # graphs hold the addresses of the old weights
+        self._routes.clear()
+        self.newest = None
         faults = [
             Fault("kernels read 16 bytes at a time", where=self.circuit.name, subject=name, expected="an aligned tensor")
             for name, tensor in self.weights.items()
@@ -146,20 +151,40 @@ class CudaRunner(CompiledRunner):
             expected = f"float[{n}, {self.hidden_size}] on {self.device}"
             fault = Fault("does not fit", where=self.circuit.name, subject="hidden", expected=expected, got=_kind(hidden))
             raise RuntimeUseError(fault)
-        self._count(entry, n)
-        drafts: list[list[int]] = []
-        logprobs: list[list[float]] = []
-        width = _bucket(max(len(blocks.blocks) for blocks in rows.blocks))
+        width = _bucket(max([len(blocks.blocks) for blocks in rows.blocks]))
         with self._device():
-            for program, first, count in self._parts(entry, n):
-                sizes = dict.fromkeys(storage, (_bucket(program.rows), width))
-                graph = self._graph(program, steps, storage, sizes, stops=True)
+            route = self._route(entry, steps, n, width, storage)
+            if len(route.parts) == 1:
+                ((graph, _, _),) = route.parts
+                graph.run_packed(rows, hidden, allowed)
+                return graph.read(n)
+            drafts: list[list[int]] = []
+            logprobs: list[list[float]] = []
+            for graph, first, count in route.parts:
                 mask = None if allowed is None else allowed[first : first + count]
                 graph.run_packed(rows.part(first, count), hidden[first : first + count], mask)
                 ids, scores = graph.read(count)
                 drafts += ids
                 logprobs += scores
         return drafts, logprobs
+
+    def _route(
+        self, entry: str, steps: int, n: int, width: int, storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    ) -> _Route:
+        """What serves n rows of these caches, found once and counted every time."""
+        key = (entry, steps, n, width)
+        first = next(iter(storage.values()), (None,))[0]
+        route = self._routes.get(key)
+        if route is not None and route.cache is first:
+            self.paths[route.path] += 1
+            return route
+        self._count(entry, n)
+        parts = []
+        for program, start, count in self._parts(entry, n):
+            sizes = dict.fromkeys(storage, (_bucket(program.rows), width))
+            parts.append((self._graph(program, steps, storage, sizes, stops=True), start, count))
+        route = self._routes[key] = _Route(first, str(self._path(entry, n)), parts)
+        return route
 
     def _device(self) -> contextlib.AbstractContextManager[object]:
         """Makes ours the current device; as a rule it is."""
@@ -174,6 +199,9 @@ class CudaRunner(CompiledRunner):
             graphs = getattr(this(), "_graphs", {})
             for key in [key for key in graphs if key[-1] == places]:
                 del graphs[key]
+            if (runner := this()) is not None:
+                runner._routes.clear()
+                runner.newest = None
 
         return drop
 
@@ -240,8 +268,17 @@ class CudaRunner(CompiledRunner):
             graph = self._graphs[key] = _Chain(self, program, steps, storage, sizes, stops)
             if len(self._graphs) > MOST_GRAPHS:
                 self._graphs.popitem(last=False)
+                self._routes.clear()
         self._graphs.move_to_end(key)
         return graph
+
+
+class _Route(NamedTuple):
+    """Chains that serve a number of rows between them: each with its first row and its rows. cache: whose they are."""
+
+    cache: torch.Tensor | None
+    path: str
+    parts: list[tuple[_Chain, int, int]]
 
 
 class _Chain:
@@ -283,6 +320,7 @@ class _Chain:
         self.result = torch.zeros(2, steps, n, dtype=torch.int32, device=device)
         self.drafts, self.logprobs = self.result[0], self.result[1].view(torch.float32)
         self.pinned_result = torch.zeros(2, steps, n, dtype=torch.int32, pin_memory=True)
+        self.readings: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # A grammar's mask is too large for the packed copy.
         masked = program.spec.entry == MASKED
         self.allowed = torch.zeros(n, runner.mask_words or 0, dtype=torch.int32, device=device) if masked else None
@@ -353,7 +391,8 @@ class _Chain:
                 slots += [written[step] if on else -1 for written, on in zip(rows.slots, live, strict=True)] + [-1] * (n - count)
                 positions += [position + step if on else 0 for position, on in zip(rows.positions, live, strict=True)] + idle
                 lengths += [before + step + 1 if on else 0 for before, on in zip(rows.before, live, strict=True)] + idle
-        self._await_copy()
+        if self.tables is None:
+            self._await_copy()
         self.cells[: self.often] = tokens + slots + positions + lengths * len(self.states)
         self._stage_tables(rows.blocks)
         (self.hidden if count == n else self.hidden[:count]).copy_(hidden)
@@ -444,6 +483,7 @@ class _Chain:
     def _replay(self, *, formed: bool, masked: bool, sends: bool = False) -> None:
         """formed: positions and lengths are there; masked: some rows may have stopped; sends: with the copy of the staged
         integers. Recorded at the second use."""
+        self.runner.newest = self
         key = (formed, masked, sends)
         if key not in self.graphs:
             self.graphs[key] = None
@@ -490,9 +530,12 @@ class _Chain:
     def read(self, count: int) -> tuple[list[list[int]], list[list[float]]]:
         """(drafts, logprobs) on the host: waits for the chain."""
         self.pinned_result.copy_(self.result, non_blocking=True)
+        if count not in self.readings:
+            drafts, logprobs = self.pinned_result[:, :, :count].transpose(1, 2).unbind()
+            self.readings[count] = (drafts, logprobs.view(torch.float32))
+        drafts, logprobs = self.readings[count]
         torch.cuda.current_stream().synchronize()
-        drafts, logprobs = self.pinned_result[:, :, :count].transpose(1, 2).unbind()
-        return drafts.tolist(), logprobs.view(torch.float32).tolist()
+        return drafts.tolist(), logprobs.tolist()
 
 
 def _places(storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> tuple[Any, ...]:

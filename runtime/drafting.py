@@ -75,6 +75,8 @@ def _all_but_the_last(batch: Batch, call: Call, chain: DraftChain) -> Drafted:
 
 def _cut_all(call: Call, made: Drafted, unread: int) -> None:
     """Every row's own drafts, as far as something was allowed, up to and with the first stop id."""
+    if not (unread or call.grammars or call.stop_ids) and min(call.counts) == max(call.counts):
+        return  # every row has all that was drafted
     for place, (row, count) in enumerate(zip(call.rows, call.counts, strict=True)):
         ids, scores = made.ids[place], made.scores[place]
         if len(ids) != count - unread:

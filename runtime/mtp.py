@@ -324,12 +324,11 @@ class MtpProposer(DeviceMethods, DraftProposer):
         self._check_hiddens(call.hiddens)
         self._check_count(num_drafts)
         for state, position in zip(states, call.positions, strict=True):
-            if state.unsettled or state.last_drafts:
+            # The checks say what is wrong; that nothing is can be seen without them.
+            if state.unsettled or state.last_drafts or type(position) is not int or position < state.next_position:
                 self._check_settled(state)
-            self._check_next(state, position)
+                self._check_next(state, position)
         positions = call.positions
-        drafts: list[list[int]] = [[] for _ in states]
-        logprobs: list[list[float]] = [[] for _ in states]
         held = [len(state.lease.blocks) for state in states]
         try:
             tokens = self._choose_rows(call, states, num_drafts)
@@ -337,11 +336,15 @@ class MtpProposer(DeviceMethods, DraftProposer):
         except BaseException:
             self._give_back(states, held)
             raise
-        for row, ids, scores in zip(call.rows, made.ids, made.scores, strict=True):
-            drafts[row], logprobs[row] = ids, scores
-        for row in call.rows:
+        drafts, logprobs = made.ids, made.scores
+        if len(call.rows) < len(states):
+            drafts, logprobs = [[] for _ in states], [[] for _ in states]
+            for row, ids, scores in zip(call.rows, made.ids, made.scores, strict=True):
+                drafts[row], logprobs[row] = ids, scores
+        for row in call.rows if call.grammars else ():
             if not drafts[row]:
                 self.metrics.refusals["grammar"] += 1
+        block_size = self.pool.block_size
         for state, token, position, ids, scores in zip(states, tokens, positions, drafts, logprobs, strict=True):
             state.last_drafts = ids
             state.last_scores = scores
@@ -350,7 +353,8 @@ class MtpProposer(DeviceMethods, DraftProposer):
             if ids:
                 self._begin(state, position)
                 state.history.append(position, len(ids))
-            self.pool.shrink(state.lease, state.rows)
+            if (len(state.lease.blocks) - 1) * block_size >= len(state.history.positions):
+                self.pool.shrink(state.lease, state.rows)
         if made.deferred is not None:
             self._deferred = (states[0], made.deferred)
         if out_confidence is not None:
@@ -377,7 +381,8 @@ class MtpProposer(DeviceMethods, DraftProposer):
         for row, (state, position) in enumerate(zip(states, call.positions, strict=True)):
             count = num_drafts if limit is None else min(num_drafts, limit - position)
             if count < 1:
-                self.metrics.refusals["position_limit"] += num_drafts > 0
+                if num_drafts:
+                    self.metrics.refusals["position_limit"] += 1
                 continue
             rows = state.rows
             if rows + count > len(state.lease.blocks) * self.pool.block_size:

@@ -7,15 +7,15 @@ Addressing of a call is one `PagedKV` per state (see `circuit.ir.State`): storag
 from __future__ import annotations
 
 import abc
-import contextlib
+import functools
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -27,13 +27,33 @@ from circuitgraph.ops import TORCH_DTYPES, PagedKV
 from . import device_rows
 
 Caches = Mapping[str, PagedKV]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-@contextlib.contextmanager
-def no_autograd() -> Iterator[None]:
-    """Plain tensors without gradients, whatever mode the caller is in: memory that is kept must serve every later mode."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+class no_autograd:
+    """Plain tensors without gradients, whatever mode the caller is in: memory that is kept must serve every later mode.
+
+    As a decorator it costs nothing where the caller is in that mode already.
+    """
+
+    def __enter__(self) -> None:
+        self._modes = (torch.inference_mode(False), torch.no_grad())
+        for mode in self._modes:
+            mode.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(*exception)
+
+    def __call__(self, function: Function) -> Function:
+        @functools.wraps(function)
+        def inner(*args: Any, **options: Any) -> Any:
+            if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+                return function(*args, **options)
+            with no_autograd():
+                return function(*args, **options)
+
+        return inner  # type: ignore[return-value]
 
 
 class DraftStep(NamedTuple):

@@ -196,7 +196,7 @@ def newest_graph(runner: CompiledRunner) -> Callable[[], object]:
     Raises:
         CircuitgraphError: that call was not a graph.
     """
-    chain = next(reversed(getattr(runner, "_graphs", {}).values()), None)
+    chain = getattr(runner, "newest", None)
     graph = getattr(chain, "newest", None)
     if graph is None:
         raise CircuitgraphError(Fault("the runner did not record a graph", where=runner.circuit.name))
