@@ -414,9 +414,13 @@ def test_a_sliding_window_is_not_modelled() -> None:
     for window in ({"use_sliding_window": True}, {"layer_types": ["sliding_attention"]}):
         with pytest.raises(CheckpointError, match="does not model this setting"):
             load_circuit("mtp_dense", config={**plain, "sliding_window": 64, **window})
-    load_circuit(
-        "mtp_dense", config={**plain, "sliding_window": 64, "use_sliding_window": False, "layer_types": ["full_attention"]}
+    assert refusal(lambda: load_circuit("mtp_dense", config={**plain, "sliding_window": 4096})) == (
+        "config: sliding_window: family 'llama_mtp' does not model a sliding window; "
+        "expected null, or max_position_embeddings (8192) or more; got 4096. "
+        "If these layers attend to everything, say so: 'use_sliding_window': false."
     )
+    for harmless in ({"use_sliding_window": False}, {"layer_types": ["full_attention"]}, {"sliding_window": 8192}):
+        load_circuit("mtp_dense", config={**plain, "sliding_window": 64, **harmless})
 
 
 @pytest.mark.parametrize("with_target", [False, True])
