@@ -124,6 +124,31 @@ def find_value(raw: RawConfig, section: str, key: str) -> Any:
     return raw.get(key) if value is None else value
 
 
+def scale_block(raw: RawConfig) -> tuple[int, int] | None:
+    """Rows and columns that share a scale in block-quantised FP8, None where the config does not say.
+
+    Which tensors are quantised, and how, the tensors say themselves.
+
+    Raises:
+        CheckpointError: not two positive integers.
+    """
+    for section in ("quantization_config", "text_config.quantization_config", "compression_config"):
+        found = {f"{section}.weight_block_size": raw.get(f"{section}.weight_block_size")}
+        groups = raw.get(f"{section}.config_groups")
+        for name in groups if isinstance(groups, Mapping) else ():
+            key = f"{section}.config_groups.{name}.weights.block_structure"
+            found[key] = raw.get(key)
+        for key, value in found.items():
+            if value is None:
+                continue
+            if isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value):
+                return value[0], value[1]
+            expected = "two positive integers, rows and columns"
+            message = "the value is of the wrong kind"
+            raise CheckpointError(Fault(message, where=raw.file, subject=key, expected=expected, got=repr(value)))
+    return None
+
+
 @dataclass
 class ConfigReader:
     """Looks values up and collects what is wrong; after a fault a harmless value stands in."""

@@ -76,15 +76,19 @@ def _parameters(reader: ConfigReader) -> tuple[Mapping[str, Any], str]:
 
 
 def _named(parameters: Mapping[str, Any]) -> Any:
+    """As it is written, whether or not it is a kind."""
     return parameters.get("rope_type") or parameters.get("type") or "default"
 
 
 def _kind(reader: ConfigReader, parameters: Mapping[str, Any], key: str) -> str | None:
     """None after a fault."""
-    named = [parameters[name] for name in ("rope_type", "type") if parameters.get(name) is not None]
-    for name in named:
-        if not isinstance(name, str):
-            reader.refuse(f"{key}.rope_type", "the value is of the wrong kind", "a text", name)
+    named: list[str] = []
+    for place in ("rope_type", "type"):
+        name = parameters.get(place)
+        if isinstance(name, str):
+            named.append(name)
+        elif name is not None:
+            reader.refuse(f"{key}.{place}", "the value is of the wrong kind", "a text", name)
             return None
     kinds = [_ALIASES.get(name, name) for name in named]
     if len(kinds) == 2 and kinds[0] != kinds[1]:
