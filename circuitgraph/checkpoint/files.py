@@ -69,8 +69,8 @@ class TensorFiles:
 
     @staticmethod
     def open(folder: str | Path) -> TensorFiles:
-        """Find the tensor files of `folder`: an index and its shards, `model.safetensors`, or the only other one; else
-        the same of PyTorch's files.
+        """Find the tensor files of `folder`: an index and its shards, `model.safetensors`, the same of PyTorch's names, or
+        the only file of another name.
 
         Files that merely lie beside the weights are never read. A shard that is absent matters when it is needed.
 
@@ -78,25 +78,28 @@ class TensorFiles:
             CheckpointError: no or no single candidate, an unreadable index, an unreadable single file.
         """
         folder = Path(folder)
-        plain = sorted(folder.glob("*.safetensors"))
-        pickled = [file for file in sorted(folder.iterdir()) if _is_pickle(file)] if folder.is_dir() else []
-        for index, single, found in ((INDEX, SINGLE, plain), (PICKLED_INDEX, PICKLED_SINGLE, pickled)):
+        for index, single in ((INDEX, SINGLE), (PICKLED_INDEX, PICKLED_SINGLE)):
             if (folder / index).is_file():
                 return TensorFiles(folder, _read_index(folder / index), index)
-            file = folder / single
-            if not file.is_file() and len(found) == 1:
-                file = found[0]
-            if file.is_file():
-                files = TensorFiles(folder, {})
-                files._file_of = dict.fromkeys(files._header(file), file)
-                return files
+            if (folder / single).is_file():
+                return TensorFiles._of(folder, folder / single)
+        pickled = [file for file in sorted(folder.iterdir()) if _is_pickle(file)] if folder.is_dir() else []
+        for found, single in ((sorted(folder.glob("*.safetensors")), SINGLE), (pickled, PICKLED_SINGLE)):
+            if len(found) == 1:
+                return TensorFiles._of(folder, found[0])
             if found:
-                names, kind = ", ".join(path.name for path in found), "*.safetensors" if found is plain else "PyTorch's files"
-                expected, hint = f"{single} or {index}", "Which of them? Call it so, or leave one." if found is pickled else None
-                got = f"{names} of {kind}"
-                raise CheckpointError(Fault("no model weights here", where=str(folder), expected=expected, got=got, hint=hint))
-        expected = f"{SINGLE}, {INDEX}, or PyTorch's {PICKLED_SINGLE}"
-        raise CheckpointError(Fault("no model weights here", where=str(folder), expected=expected, got="no such files"))
+                names, expected = ", ".join(path.name for path in found), f"{single} or an index of shards"
+                hint = f"Which of them is it? Call it {single}."
+                raise CheckpointError(Fault("several model weights", where=str(folder), expected=expected, got=names, hint=hint))
+        expected = f"{SINGLE} or {INDEX}, or PyTorch's {PICKLED_SINGLE}"
+        raise CheckpointError(Fault("no model weights here", where=str(folder), expected=expected))
+
+    @staticmethod
+    def _of(folder: Path, file: Path) -> TensorFiles:
+        """A single file, whose header has all names."""
+        files = TensorFiles(folder, {})
+        files._file_of = dict.fromkeys(files._header(file), file)
+        return files
 
     @cached_property
     def names(self) -> frozenset[str]:
