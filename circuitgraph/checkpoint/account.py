@@ -66,7 +66,7 @@ class Account:
         self.refs: dict[str, TensorRef] = {}
         self.notes: dict[str, str] = {}
         self.types: dict[str, str] = {}
-        self.beside: list[ReportRow] = []
+        self.beside: dict[str, list[ReportRow]] = {}
         self.claimed: set[str] = set()
         self.layer = self._find_layer()
 
@@ -76,11 +76,12 @@ class Account:
             ref = self._borrow(weight) if weight.name in self.family.file.borrowed else self._own(weight)
             if ref is not None:
                 self.refs[weight.name] = ref
-        rows = [
-            ReportRow(ref.name, ref.status, name, ref.source, self.types.get(name, _type(ref)), self.notes.get(name, ""))
-            for name, ref in self.refs.items()
-        ]
-        rows += [*self.beside, *self._leftovers()]
+        rows = []
+        for name, ref in self.refs.items():
+            type_ = self.types.get(name, f"{ref.dtype}{_shape(ref.shape)}")
+            rows.append(ReportRow(ref.name, ref.status, name, ref.source, type_, self.notes.get(name, "")))
+            rows += self.beside.get(name, [])
+        rows += self._leftovers()
         if self.faults:
             raise CheckpointError(self.faults)
         return self.refs, tuple(rows)
@@ -208,11 +209,12 @@ class Account:
             self.notes[weight] = "; ".join(notes)
 
     def _report_beside(self, weight: str, stored: Stored, tensors: TensorFiles, source: str) -> None:
+        rows = self.beside.setdefault(weight, [])
         for other in stored.packed.tensors if stored.packed else ():
-            self.beside.append(ReportRow(other, "used", weight, source, str(tensors.info(other)), f"scale of {stored.info.name}"))
+            rows.append(ReportRow(other, "used", weight, source, str(tensors.info(other)), f"scale of {stored.info.name}"))
         for other in stored.idle:
             reason = "a scale for activations, which are not quantised here"
-            self.beside.append(ReportRow(other, "waived", "", source, str(tensors.info(other)), reason))
+            rows.append(ReportRow(other, "waived", "", source, str(tensors.info(other)), reason))
 
     def _shape_hint(self, weight: Weight, got: tuple[int, ...]) -> str:
         if got == tuple(reversed(weight.type.shape)):
@@ -273,10 +275,6 @@ class Account:
                 facts = ", ".join(f"{name}={str(value).lower()}" for name, value in self.circuit.facts)
                 return f"It is '{weight}', which these switches leave out: {facts}."
         return f"Program '{self.circuit.name}' does not model it. If it does not matter, waive it in family '{self.family.name}'."
-
-
-def _type(ref: TensorRef) -> str:
-    return f"{ref.dtype}{_shape(ref.shape)}"
 
 
 def _shape(shape: Sequence[int | str]) -> str:

@@ -377,7 +377,9 @@ LEGAL: dict[str, Damage] = {
         lambda: [torch.save(RunsCode(), FOLDER / name) for name in ("training_args.bin", "optimizer.pt", "rng_state_0.pth")],
     ),
     "a pickle beside safetensors is not read": lambda: torch.save(RunsCode(), PICKLE),
-    "strided views in a pickle": pickled(lambda data: {name: tensor.T.contiguous().T for name, tensor in data.items()}),
+    "strided views in a pickle": pickled(
+        lambda data: {name: torch.stack([tensor, tensor], -1)[..., 0] for name, tensor in data.items()}
+    ),
     "parameters in a pickle": pickled(lambda data: {name: torch.nn.Parameter(tensor) for name, tensor in data.items()}),
     "a copy of the target's lm_head, even a wrong one": add("lm_head.weight", torch.randn(512, 64)),
     "an empty copy of the embedding": add("embed_tokens.weight", torch.zeros(0, 64)),
