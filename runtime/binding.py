@@ -140,40 +140,20 @@ def _check_config(model: Path, digest: str, what: str) -> None:
 
 
 def _from_folder(folder: Path, specs: Mapping[str, WeightSpec], device: torch.device) -> dict[str, torch.Tensor]:
-    """Weights from a checkpoint folder, memory-mapped; copied only where compiling asked for another dtype."""
     if not specs:
         return {}
     from circuitgraph.checkpoint.files import TensorFiles  # needs safetensors, which only folders need
+    from circuitgraph.checkpoint.provide import read_weights
 
-    files = TensorFiles.open(folder)
-    faults = []
-    for name, spec in specs.items():
-        if spec.tensor not in files:
-            hint = did_you_mean(spec.tensor, files.names)
-            faults.append(Fault(f"no tensor '{spec.tensor}', which '{name}' is bound from", where=str(folder), hint=hint))
-            continue
-        info = files.info(spec.tensor)
-        if info.shape != spec.shape or info.dtype not in (spec.dtype, spec.stored):
-            expected = f"{spec.stored or spec.dtype}{list(spec.shape)} ('{name}')"
-            faults.append(Fault("does not fit", where=str(info.file), subject=spec.tensor, expected=expected, got=str(info)))
-    if faults:
-        raise CheckpointError(faults)
-    tensors = files.load({spec.tensor for spec in specs.values()})
-    return {name: tensors[spec.tensor].to(device, TORCH_DTYPES[spec.dtype]) for name, spec in specs.items()}
+    return read_weights(TensorFiles.open(folder), specs, device)
 
 
 def _made_up(circuit: Circuit, specs: Mapping[str, WeightSpec], seed: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Weights of a program that was compiled from a config alone; tied ones share their tensor."""
     if not specs:
         return {}
-    from circuitgraph.checkpoint.random_weights import random_weight
+    from circuitgraph.checkpoint.provide import made_up
 
-    weights = {weight.name: weight for weight in circuit.weights}
-    made: dict[str, torch.Tensor] = {}
-    for name, spec in specs.items():
-        if spec.tensor not in made:
-            made[spec.tensor] = random_weight(circuit, weights[name], seed).to(device)
-    return {name: made[spec.tensor] for name, spec in specs.items()}
+    return made_up(circuit, specs, seed, device)
 
 
 def _dtype(tensor: torch.Tensor) -> str:

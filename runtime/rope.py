@@ -17,11 +17,18 @@ KINDS: dict[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "yarn": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "short_factor", "long_factor", "original_max_position_embeddings"),
 }
 """Every kind and the scaling parameters that it cannot do without."""
 
-OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-"""Scaling parameters (all of yarn) that have defaults."""
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("attention_factor",),
+}
+"""Scaling parameters that have defaults."""
+
+PER_COLUMN = ("short_factor", "long_factor")
+"""Scaling parameters with a number for each pair of rotated columns."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +36,14 @@ class RopeSpec:
     """What a table is computed from.
 
     dim: rotated columns of a head. max_position: the config's `max_position_embeddings`, None when it gives none.
-    scaling: the parameters of `kind`, by their names in configs.
+    scaling: the parameters of `kind`, by their names in configs; those of PER_COLUMN are tuples.
     """
 
     kind: str
     theta: float
     dim: int
     max_position: int | None = None
-    scaling: tuple[tuple[str, float], ...] = ()
+    scaling: tuple[tuple[str, Any], ...] = ()
 
     @property
     def limit(self) -> int | None:
@@ -47,16 +54,21 @@ class RopeSpec:
         return self.max_position if self.kind == "dynamic" else None
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "scaling": dict(self.scaling)}
+        scaling = {name: list(value) if isinstance(value, tuple) else value for name, value in self.scaling}
+        return {**vars(self), "scaling": scaling}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> RopeSpec:
         """Inverse of `to_json`."""
-        return RopeSpec(**{**data, "scaling": tuple(data["scaling"].items())})
+        scaling = {name: tuple(value) if isinstance(value, list) else value for name, value in data["scaling"].items()}
+        return RopeSpec(**{**data, "scaling": tuple(scaling.items())})
 
 
 def rope_tables(spec: RopeSpec, positions: int, device: torch.device | str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines, f32[positions, dim / 2] each; row p belongs to position p.
+
+    A `longrope` table has the short factors up to the original context and the long ones if it is longer: the length
+    that is served decides for every sequence, since cached keys keep the rotation that they were written with.
 
     Raises:
         RuntimeUseError: more positions than the kind allows, or a kind that is not known.
@@ -69,13 +81,13 @@ def rope_tables(spec: RopeSpec, positions: int, device: torch.device | str | Non
                 hint="Stop drafting at that length.",
             )
         )
-    frequencies, amplitude = _frequencies(spec)
+    frequencies, amplitude = _frequencies(spec, positions)
     # fp32 as in the models' own code: a more exact angle would differ from what the weights were trained with.
     angle = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies[None]
     return (angle.cos() * amplitude).to(device), (angle.sin() * amplitude).to(device)
 
 
-def _frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
+def _frequencies(spec: RopeSpec, positions: int) -> tuple[torch.Tensor, float]:
     """Angle per position f32[dim / 2], and the factor on cosines and sines."""
     scaling = dict(spec.scaling)
     plain = 1.0 / spec.theta ** (torch.arange(0, spec.dim, 2, dtype=torch.float32) / spec.dim)
@@ -87,10 +99,12 @@ def _frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
         return _llama3(plain, scaling), 1.0
     if spec.kind == "yarn":
         return _yarn(plain, spec, scaling)
+    if spec.kind == "longrope":
+        return _longrope(plain, scaling, positions)
     raise RuntimeUseError(Fault(f"unknown RoPE kind '{spec.kind}'", expected=", ".join(KINDS)))
 
 
-def _llama3(plain: torch.Tensor, scaling: Mapping[str, float]) -> torch.Tensor:
+def _llama3(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
     """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between blended."""
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
@@ -98,7 +112,7 @@ def _llama3(plain: torch.Tensor, scaling: Mapping[str, float]) -> torch.Tensor:
     return (1 - blend) * plain / factor + blend * plain
 
 
-def _yarn(plain: torch.Tensor, spec: RopeSpec, scaling: Mapping[str, float]) -> tuple[torch.Tensor, float]:
+def _yarn(plain: torch.Tensor, spec: RopeSpec, scaling: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
     """Peng et al. 2023: a ramp over the columns from kept to slowed frequencies, and a scale on the result."""
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
 
@@ -118,6 +132,16 @@ def _yarn(plain: torch.Tensor, spec: RopeSpec, scaling: Mapping[str, float]) -> 
         mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
         amplitude = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1.0)
     return frequencies, amplitude
+
+
+def _longrope(plain: torch.Tensor, scaling: Mapping[str, Any], positions: int) -> tuple[torch.Tensor, float]:
+    """Ding et al. 2024 (Phi-3): every pair of columns is slowed by a factor of its own, of two sets."""
+    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
+    slowed = torch.tensor(scaling["long_factor" if positions > original else "short_factor"], dtype=torch.float32)
+    amplitude = scaling.get("attention_factor")
+    if amplitude is None:
+        amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return plain / slowed, amplitude
 
 
 def _mscale(factor: float, weight: float) -> float:

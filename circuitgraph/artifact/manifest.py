@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..checkpoint.packed import VALUE_DTYPES, Packed
 from ..circuit.ir import Circuit
 from ..circuit.text import circuit_from_json, circuit_to_json
 from ..errors import ArtifactError, Fault
@@ -102,6 +103,7 @@ class WeightSpec:
     tensor: its name in the checkpoint (drafter, target), in the artifact's weight file (artifact), or of the target's
         own tensor that the caller hands over (host). Weights that share a tensor name are tied.
     stored: the checkpoint's dtype where compiling asked for another one; empty where it is `dtype`.
+    packed: how the checkpoint stores a quantised weight, of which `tensor` has the values; loading dequantises it to `dtype`.
     """
 
     dtype: str
@@ -109,6 +111,12 @@ class WeightSpec:
     tensor: str
     source: str
     stored: str = ""
+    packed: Packed | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        data = {**vars(self), "shape": list(self.shape)}
+        packed = data.pop("packed")
+        return data if packed is None else {**data, "packed": packed.to_json()}
 
 
 @dataclass(frozen=True)
@@ -179,7 +187,7 @@ class Manifest:
             "options": dict(self.options),
             "tools": dict(self.tools),
             "files": dict(self.files),
-            "weights": {name: {**vars(spec), "shape": list(spec.shape)} for name, spec in self.weights.items()},
+            "weights": {name: spec.to_json() for name, spec in self.weights.items()},
             "rope": {name: dict(spec) for name, spec in self.rope.items()},
             "functions": _functions_json(self.functions),
             "others": {
@@ -353,4 +361,18 @@ def _read_weight(reader: Reader) -> WeightSpec:
         tensor=reader.value("tensor", str),
         source=reader.value("source", str, SOURCES),
         stored=reader.value("stored", str, ("", *DTYPES)),
+        packed=_read_packed(reader.inner("packed")) if "packed" in reader.data else None,
+    )
+
+
+def _read_packed(reader: Reader) -> Packed:
+    block = reader.items("block", int)
+    if len(block) != 2 or min(block) < 0:
+        reader.refuse("block", "is not a number of rows and one of columns", got=str(block))
+    return Packed(
+        format=reader.value("format", str, tuple(VALUE_DTYPES)),
+        scales=reader.value("scales", str),
+        block=(block[0], block[1]),
+        global_scale=reader.value("global_scale", str),
+        divides=reader.value("divides", bool),
     )

@@ -11,12 +11,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.binding import DEFAULT_POSITIONS, BoundProgram, TensorRef
+from ..checkpoint.binding import DEFAULT_POSITIONS, BoundProgram
 from ..lower import argument_values
 from ..plan.ir import Plan
 from ..plan.text import CONTEXT_FOR_COST, format_plan, plan_records
 from ..target import Built
-from .manifest import Arg, Build, Function, Manifest, Model, Target, WeightSpec, config_digest
+from .manifest import Arg, Build, Function, Manifest, Model, Target, config_digest
 from .store import Artifact, write_artifact
 
 
@@ -91,10 +91,7 @@ def make_manifest(bound: BoundProgram, builds: Sequence[Build], options: Mapping
             target_digest=config_digest(bound.model.target.config.data) if bound.model.target is not None else "",
         ),
         functions=first.functions,
-        weights={
-            weight.name: _weight(weight.type.dtype, _numbers(weight.type.shape), bound.tensors[weight.name])
-            for weight in bound.circuit.weights
-        },
+        weights=bound.weight_specs(),
         rope={name: spec.to_json() for name, spec in bound.rope.items()},
         max_position=min([*longest, DEFAULT_POSITIONS]),
         library=first.library,
@@ -121,10 +118,6 @@ def _function(plan: Plan) -> Function:
     )
 
 
-def _weight(dtype: str, shape: tuple[int, ...], ref: TensorRef) -> WeightSpec:
-    return WeightSpec(dtype, shape, ref.name, ref.source, "" if ref.dtype == dtype else ref.dtype)
-
-
 def tool_versions() -> dict[str, str]:
     """Versions of what made the artifact."""
     versions = {"python": platform.python_version()}
@@ -134,7 +127,3 @@ def tool_versions() -> dict[str, str]:
         except PackageNotFoundError:
             versions[package] = "unknown"
     return versions
-
-
-def _numbers(shape: Sequence[int | str]) -> tuple[int, ...]:
-    return tuple(int(dim) for dim in shape)

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..circuit.ir import Circuit, Weight
-from ..circuit.types import FLOAT_DTYPES
 from ..errors import CheckpointError, Fault, did_you_mean
-from .config import ModelConfig, find_value
+from .config import ModelConfig, find_value, scale_block
 from .family import Family, layers_found
-from .files import TensorFiles, TensorInfo
+from .files import TensorFiles
 from .model import Model
+from .packed import Packed
+from .stored import CACHE_SCALES, FP8_BLOCK, Stored, companions, foreign_format, held_name, owners, read_stored
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class TensorRef:
 
     source: `drafter` and `target` are the two folders; `host` is a tensor of the target that the caller hands over
     when it loads; `random` is made up. status: `used`, `borrowed` (the target's own), `tied` (borrowed, and standing
-    in for another). dtype is the stored one; the circuit's may differ when `wt` asked for a conversion.
+    in for another). dtype is the stored one; the circuit's may differ when `wt` asked for a conversion. packed: how a
+    quantised one is stored under this name; it is dequantised when it is loaded, and dtype is what to.
     """
 
     name: str
@@ -35,10 +36,7 @@ class TensorRef:
     dtype: str
     shape: tuple[int, ...]
     file: Path | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """For a manifest: everything but where the file lay."""
-        return {**vars(self), "shape": list(self.shape), "file": self.file.name if self.file else None}
+    packed: Packed | None = None
 
 
 @dataclass(frozen=True)
@@ -62,10 +60,14 @@ class Account:
         self.config = config
         self.model = model
         self.convert = convert
-        self.made_dtypes = {"random": dict(circuit.dtypes)["wt"], "host": convert or host_dtype}
+        wanted = dict(circuit.dtypes)["wt"]
+        self.made_dtypes = {"random": wanted, "host": convert or host_dtype, "packed": wanted}
         self.faults: list[Fault] = []
         self.refs: dict[str, TensorRef] = {}
         self.notes: dict[str, str] = {}
+        self.types: dict[str, str] = {}
+        self.beside: dict[str, list[ReportRow]] = {}
+        self.claimed: set[str] = set()
         self.layer = self._find_layer()
 
     def settle(self) -> tuple[dict[str, TensorRef], tuple[ReportRow, ...]]:
@@ -74,10 +76,11 @@ class Account:
             ref = self._borrow(weight) if weight.name in self.family.file.borrowed else self._own(weight)
             if ref is not None:
                 self.refs[weight.name] = ref
-        rows = [
-            ReportRow(ref.name, ref.status, name, ref.source, f"{ref.dtype}{_shape(ref.shape)}", self.notes.get(name, ""))
-            for name, ref in self.refs.items()
-        ]
+        rows = []
+        for name, ref in self.refs.items():
+            type_ = self.types.get(name, f"{ref.dtype}{_shape(ref.shape)}")
+            rows.append(ReportRow(ref.name, ref.status, name, ref.source, type_, self.notes.get(name, "")))
+            rows += self.beside.get(name, [])
         rows += self._leftovers()
         if self.faults:
             raise CheckpointError(self.faults)
@@ -129,9 +132,9 @@ class Account:
             return None
         if self.model.tensors is None:
             return self._made(weight, names[0], "random", "used")
-        name = next((name for name in names if name in self.model.tensors), None)
+        name = next((name for name in names if held_name(self.model.tensors, name)), None)
         if name is not None:
-            return self._checked(weight, self.model.tensors.info(name), "drafter", "used")
+            return self._held(weight, name, self.model, "drafter", "used")
         self._missing(weight, names, self.model.tensors)
         return None
 
@@ -146,9 +149,9 @@ class Account:
         for source, model in (("target", self.model.target), ("drafter", self.model)):
             if model is None or model.tensors is None:
                 continue
-            name = next((name for name in names if name in model.tensors), None)
+            name = next((name for name in names if held_name(model.tensors, name)), None)
             if name is not None:
-                return self._checked(weight, model.tensors.info(name), source, status)
+                return self._held(weight, name, model, source, status)
         holder = self.model.target or self.model
         if holder.tensors is None:
             return self._made(weight, names[0], "random", status)
@@ -166,50 +169,67 @@ class Account:
     def _made(self, weight: Weight, name: str, source: str, status: str) -> TensorRef:
         return TensorRef(name, source, status, self.made_dtypes[source], weight.type.shape)  # type: ignore[arg-type]
 
-    def _checked(self, weight: Weight, info: TensorInfo, source: str, status: str) -> TensorRef | None:
-        where = str(info.file)
-        if info.dtype not in FLOAT_DTYPES:
-            hint = "Quantised tensors need a program that reads their format."
-            self.faults.append(
-                Fault(
-                    f"weight '{weight.name}' cannot be read from this dtype",
-                    where=where,
-                    subject=info.name,
-                    expected=" or ".join(FLOAT_DTYPES),
-                    got=info.dtype,
-                    hint=hint,
-                )
-            )
+    def _held(self, weight: Weight, name: str, model: Model, source: str, status: str) -> TensorRef | None:
+        """The tensor of a weight that `model` has under `name`, and what belongs to it."""
+        assert model.tensors is not None
+        if source == "drafter":  # whatever is wrong with them, they are this weight's
+            beside = [other for other in companions(name) if other in model.tensors]
+            self.claimed.update((held_name(model.tensors, name) or name, *beside))
+        try:
+            stored = read_stored(model.tensors, name, scale_block(model.config) or FP8_BLOCK)
+        except CheckpointError as problem:
+            self.faults += [fault for fault in problem.faults if fault not in self.faults]
             return None
-        if info.shape != weight.type.shape:
+        if stored.shape != weight.type.shape:
             self.faults.append(
                 Fault(
                     f"weight '{weight.name}' has another shape",
-                    where=where,
-                    subject=info.name,
+                    where=str(stored.info.file),
+                    subject=stored.info.name,
                     expected=_shape(weight.type.shape),
-                    got=_shape(info.shape),
-                    hint=self._shape_hint(weight, info),
+                    got=_shape(stored.shape) + (f" of {stored.packed}" if stored.packed else ""),
+                    hint=self._shape_hint(weight, stored.shape),
                 )
             )
             return None
-        if self.convert is not None and self.convert != info.dtype:
-            self.notes[weight.name] = f"converted to {self.convert} when it is loaded"
-        return TensorRef(info.name, source, status, info.dtype, info.shape, info.file)
+        dtype = self.made_dtypes["packed"] if stored.packed else stored.info.dtype
+        self._note(weight.name, stored, dtype)
+        self._report_beside(weight.name, stored, model.tensors, source)
+        return TensorRef(stored.info.name, source, status, dtype, stored.shape, stored.info.file, stored.packed)
 
-    def _shape_hint(self, weight: Weight, info: TensorInfo) -> str:
-        if info.shape == tuple(reversed(weight.type.shape)):
+    def _note(self, weight: str, stored: Stored, dtype: str) -> None:
+        """What becomes of the stored numbers, for the report."""
+        notes = [self.notes[weight]] if weight in self.notes else []
+        if stored.packed is not None:
+            self.types[weight] = str(stored.info)
+            notes.append(f"{stored.packed} -> {dtype}")
+        elif self.convert is not None and self.convert != dtype:
+            notes.append(f"converted to {self.convert} when it is loaded")
+        if notes:
+            self.notes[weight] = "; ".join(notes)
+
+    def _report_beside(self, weight: str, stored: Stored, tensors: TensorFiles, source: str) -> None:
+        rows = self.beside.setdefault(weight, [])
+        for other in stored.packed.tensors if stored.packed else ():
+            rows.append(ReportRow(other, "used", weight, source, str(tensors.info(other)), f"scale of {stored.info.name}"))
+        for other in stored.idle:
+            reason = "a scale for activations, which are not quantised here"
+            rows.append(ReportRow(other, "waived", "", source, str(tensors.info(other)), reason))
+
+    def _shape_hint(self, weight: Weight, got: tuple[int, ...]) -> str:
+        if got == tuple(reversed(weight.type.shape)):
             return "Is it transposed? Weights are stored [out, in]."
         return f"The shape follows from {self.config.raw.file} and the switches: is it the config of these tensors?"
 
     def _missing(self, weight: Weight, names: list[str], tensors: TensorFiles) -> None:
-        hint = did_you_mean(names[0], tensors.names)
+        foreign = next((said for said in (foreign_format(tensors, name) for name in names) if said), None)
+        hint = foreign or did_you_mean(names[0], tensors.names)
         self.faults.append(
             Fault(
                 f"no tensor for weight '{weight.name}'",
                 where=str(tensors.folder),
                 expected=" or ".join(f"'{name}'" for name in names),
-                hint=hint if hint.startswith("Did you mean") else None,
+                hint=hint if foreign or hint.startswith("Did you mean") else None,
             )
         )
 
@@ -219,13 +239,11 @@ class Account:
         """Waived tensors; a fault for every other tensor under a prefix that no weight uses."""
         if self.model.tensors is None:
             return []
-        used = {ref.name for ref in self.refs.values() if ref.source == "drafter"}
-        refused = {fault.subject for fault in self.faults}
         rows = []
         for name in self.model.tensors:
-            if name in used or name in refused or not name.startswith(tuple(self.family.file.prefixes)):
+            if name in self.claimed or not name.startswith(tuple(self.family.file.prefixes)):
                 continue
-            reason = self.family.waiver(name)
+            reason = self._waiver(name)
             if reason is None:
                 self.faults.append(
                     Fault(
@@ -236,9 +254,20 @@ class Account:
                     )
                 )
             else:
-                info = self.model.tensors.info(name)
-                rows.append(ReportRow(name, "waived", "", "drafter", str(info), reason))
+                rows.append(ReportRow(name, "waived", "", "drafter", self._glance(name), reason))
         return rows
+
+    def _waiver(self, tensor: str) -> str | None:
+        """Why a tensor may stay unused. What belongs to a waived weight is waived with it."""
+        if tensor.rpartition(".")[2] in CACHE_SCALES:
+            return "a scale for a quantised cache; the cache here is not quantised"
+        return next((reason for reason in map(self.family.waiver, (tensor, *owners(tensor))) if reason), None)
+
+    def _glance(self, tensor: str) -> str:
+        """The type of a tensor that nobody needs: no shard is opened for it, and none has to be there."""
+        assert self.model.tensors is not None
+        info = self.model.tensors.glance(tensor)
+        return str(info) if info else ""
 
     def _unused_hint(self, tensor: str) -> str:
         for weight in self.family.file.tensors:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..artifact.manifest import SOURCES, WeightSpec
 from ..circuit.ir import Circuit
 from ..errors import CheckpointError, Fault, ProgramError, RuntimeUseError, did_you_mean
 from ..language.load import Program, load_program, shipped_programs
@@ -22,7 +23,7 @@ from .account import Account, ReportRow, TensorRef
 from .config import ModelConfig, RawConfig, read_raw
 from .family import Family, default_family, load_family, recognise
 from .model import Model, open_checkpoint
-from .random_weights import random_weight
+from .provide import made_up, read_weights
 
 DEFAULT_POSITIONS = 32768
 """Most rows of a RoPE table when the caller does not say how many it serves."""
@@ -42,6 +43,15 @@ class BoundProgram:
     model: Model
     report: tuple[ReportRow, ...]
     digest: str
+
+    def weight_specs(self) -> dict[str, WeightSpec]:
+        """Every weight as the circuit has it, and where it comes from."""
+        specs = {}
+        for weight in self.circuit.weights:
+            ref, dtype = self.tensors[weight.name], weight.type.dtype
+            stored = "" if ref.packed or ref.dtype == dtype else ref.dtype
+            specs[weight.name] = WeightSpec(dtype, _numbers(weight.type.shape), ref.name, ref.source, stored, ref.packed)
+        return specs
 
     def load_weights(
         self,
@@ -64,22 +74,15 @@ class BoundProgram:
         """
         host = dict(host or {})
         self._check_host(host)
-        weights: dict[str, torch.Tensor] = {}
-        refs = {name: ref for name, ref in self.tensors.items() if name not in host}
+        specs = self.weight_specs()
+        sources = {
+            source: {n: spec for n, spec in specs.items() if spec.source == source and n not in host} for source in SOURCES
+        }
+        weights = {name: tensor.to(device, TORCH_DTYPES[specs[name].dtype]) for name, tensor in host.items()}
         for source, model in (("drafter", self.model), ("target", self.model.target)):
-            names = {ref.name for ref in refs.values() if ref.source == source}
-            if names and model is not None and model.tensors is not None:
-                loaded = model.tensors.load(sorted(names))
-                weights.update((weight, loaded[ref.name]) for weight, ref in refs.items() if ref.source == source)
-        made: dict[str, torch.Tensor] = {}
-        types = {weight.name: weight for weight in self.circuit.weights}
-        for name, ref in refs.items():
-            if ref.source == "random":
-                if ref.name not in made:  # weights that are tied share one tensor
-                    made[ref.name] = random_weight(self.circuit, types[name], seed)
-                weights[name] = made[ref.name]
-        weights.update(host)
-        weights = {name: weights[name].to(device, TORCH_DTYPES[types[name].type.dtype]) for name in types}
+            if sources[source] and model is not None and model.tensors is not None:
+                weights.update(read_weights(model.tensors, sources[source], device))
+        weights.update(made_up(self.circuit, sources["random"], seed, device))
         for name, spec in self.rope.items():
             rows = positions or min(spec.max_position or DEFAULT_POSITIONS, DEFAULT_POSITIONS)
             weights[f"{name}.cos"], weights[f"{name}.sin"] = rope_tables(spec, rows, device)
@@ -103,6 +106,10 @@ class BoundProgram:
         ]
         if faults:
             raise RuntimeUseError(faults)
+
+
+def _numbers(shape: Sequence[int | str]) -> tuple[int, ...]:
+    return tuple(int(dim) for dim in shape)
 
 
 def load_circuit(

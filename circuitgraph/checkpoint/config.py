@@ -8,17 +8,15 @@ keys that nobody asks for are left alone.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, Fault, did_you_mean
-from ..runtime.rope import KINDS, OPTIONAL, RopeSpec
-
-_PLAIN_ROPE = {"default", "mrope"}
-"""`mrope` gives text tokens one position on all its axes, which is the ordinary rotation."""
+from ..runtime.rope import RopeSpec
+from .rope_config import read_rope
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def read_config(source: str | Path | Mapping[str, Any] | RawConfig, sections: Se
     if section is None:
         expected = " or ".join(f"'{name}'" for name in sections)
         raise CheckpointError(Fault("the config has no section for the drafter", where=raw.file, expected=expected))
-    reader = _Reader(raw, section)
+    reader = ConfigReader(raw, section)
     values = {key: value for key, value in raw.get(section).items() if isinstance(value, bool | int | float | str)}
     heads = reader.count("num_attention_heads")
     hidden = reader.count("hidden_size")
@@ -103,7 +101,7 @@ def read_config(source: str | Path | Mapping[str, Any] | RawConfig, sections: Se
     values["vocab_size"] = reader.count("vocab_size")
     values["num_key_value_heads"] = reader.count("num_key_value_heads", heads)
     head_dim = reader.head_dim(hidden, heads)
-    rope = reader.rope(head_dim)
+    rope = read_rope(reader, head_dim)
     values["head_dim"], values["rotary_dim"] = head_dim, rope.dim
     values["attention_scale"] = head_dim**-0.5
     for key in ("intermediate_size", "max_position_embeddings"):
@@ -126,8 +124,33 @@ def find_value(raw: RawConfig, section: str, key: str) -> Any:
     return raw.get(key) if value is None else value
 
 
+def scale_block(raw: RawConfig) -> tuple[int, int] | None:
+    """Rows and columns that share a scale in block-quantised FP8, None where the config does not say.
+
+    Which tensors are quantised, and how, the tensors say themselves.
+
+    Raises:
+        CheckpointError: not two positive integers.
+    """
+    for section in ("quantization_config", "text_config.quantization_config", "compression_config"):
+        found = {f"{section}.weight_block_size": raw.get(f"{section}.weight_block_size")}
+        groups = raw.get(f"{section}.config_groups")
+        for name in groups if isinstance(groups, Mapping) else ():
+            key = f"{section}.config_groups.{name}.weights.block_structure"
+            found[key] = raw.get(key)
+        for key, value in found.items():
+            if value is None:
+                continue
+            if isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value):
+                return value[0], value[1]
+            expected = "two positive integers, rows and columns"
+            message = "the value is of the wrong kind"
+            raise CheckpointError(Fault(message, where=raw.file, subject=key, expected=expected, got=repr(value)))
+    return None
+
+
 @dataclass
-class _Reader:
+class ConfigReader:
     """Looks values up and collects what is wrong; after a fault a harmless value stands in."""
 
     raw: RawConfig
@@ -157,7 +180,7 @@ class _Reader:
         return 1
 
     def number(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:  # NaN fails, too
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:  # NaN fails, too
             self.refuse(key, "the value is of the wrong kind", "a positive, finite number", value)
             return 1.0
         return float(value)
@@ -177,61 +200,6 @@ class _Reader:
         if hidden % heads:
             self.refuse("hidden_size", f"does not split into {heads} heads", got=hidden, hint="Does the config lack 'head_dim'?")
         return max(1, hidden // heads)
-
-    def rope(self, head_dim: int) -> RopeSpec:
-        parameters, key = self._rope_parameters()
-        kind = parameters.get("rope_type") or parameters.get("type") or "default"
-        kind = "default" if kind in _PLAIN_ROPE else kind
-        limit = self.get("max_position_embeddings")
-        max_position = limit if isinstance(limit, int) else None
-        theta = self.number("rope_theta", self._agreed("rope_theta", parameters, 10000.0))
-        factor = self._agreed("partial_rotary_factor", parameters, 1.0)
-        dim = int(head_dim * self.number("partial_rotary_factor", factor))
-        if not 2 <= dim <= head_dim or dim % 2:
-            expected = f"an even share of head_dim ({head_dim})"
-            self.refuse("partial_rotary_factor", f"rotates {dim} columns of a head", expected, factor)
-        if kind not in KINDS:
-            expected = ", ".join(KINDS)
-            self.refuse(f"{key}.rope_type", f"unknown RoPE kind '{kind}'", expected, hint=did_you_mean(str(kind), KINDS))
-            return RopeSpec("default", theta, dim, max_position)
-        return RopeSpec(kind, theta, dim, max_position, self._scaling(kind, parameters, key, max_position))
-
-    def _rope_parameters(self) -> tuple[Mapping[str, Any], str]:
-        for key in ("rope_parameters", "rope_scaling"):
-            value = self.get(key)
-            if value is None:
-                continue
-            if not isinstance(value, Mapping):
-                self.refuse(key, "the value is of the wrong kind", "an object", value)
-                continue
-            # Models that mix attention kinds give a set for each; drafter layers are full attention.
-            if isinstance(value.get("full_attention"), Mapping):
-                return value["full_attention"], f"{key}.full_attention"
-            return value, key
-        return {}, "rope_parameters"
-
-    def _agreed(self, key: str, parameters: Mapping[str, Any], default: float) -> Any:
-        """A value that may stand in the RoPE parameters, in the section or at the top: the same wherever it stands."""
-        given = [value for value in (parameters.get(key), self.get(key)) if value is not None]
-        if len(given) == 2 and given[0] != given[1]:
-            self.refuse(key, "the config gives two values", f"{given[0]} as in its RoPE parameters", given[1])
-        return given[0] if given else default
-
-    def _scaling(
-        self, kind: str, parameters: Mapping[str, Any], key: str, max_position: int | None
-    ) -> tuple[tuple[str, float], ...]:
-        scaling: dict[str, float] = {}
-        for name in KINDS[kind]:
-            value = parameters.get(name)
-            if value is None and name == "original_max_position_embeddings" and kind == "yarn":
-                value = max_position
-            if value is None:
-                self.refuse(f"{key}.{name}", f"RoPE kind '{kind}' needs this key", "a positive number")
-            else:
-                scaling[name] = self.number(f"{key}.{name}", value)
-        if kind == "yarn":
-            scaling.update({name: parameters[name] for name in OPTIONAL if parameters.get(name) is not None})
-        return tuple(scaling.items())
 
 
 def _near(key: str, known: Sequence[str]) -> str | None:

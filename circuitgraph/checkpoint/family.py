@@ -99,7 +99,7 @@ class Family:
         for key, accepted in self.file.supports.items():
             value = config.find(key)
             values = value if isinstance(value, list) else [value]
-            if value is not None and any(item not in accepted for item in values):
+            if value is not None and accepted and any(item not in accepted for item in values):
                 faults.append(
                     Fault(
                         f"family '{self.name}' does not model this setting",
@@ -110,9 +110,33 @@ class Family:
                         hint=f"Program '{self.file.program}' would compute something else.",
                     )
                 )
-        if faults:
-            raise CheckpointError(faults)
+        window = None if faults else self._window(config)
+        if faults or window is not None:
+            raise CheckpointError([*faults, *([window] if window else [])])
         return config
+
+    def _window(self, config: ModelConfig) -> Fault | None:
+        """A fault where layers attend to a window only and the program does not.
+
+        Mistral's configs give `sliding_window` alone, Qwen's switch it by `use_sliding_window`, newer ones say by
+        `layer_types` which layers have it. A family whose program models windows says so by `supports: {sliding_window: []}`.
+        """
+        window, limit = config.find("sliding_window"), config.values.get("max_position_embeddings")
+        if window is None or "sliding_window" in self.file.supports or config.find("use_sliding_window") is False:
+            return None
+        layers = config.find("layer_types")
+        if isinstance(layers, list) and layers and "sliding_attention" not in layers:
+            return None
+        if type(window) is int and limit is not None and window >= limit:
+            return None  # it holds every position that the model can have
+        return Fault(
+            f"family '{self.name}' does not model a sliding window",
+            where=config.raw.file,
+            subject="sliding_window",
+            expected=f"null, or max_position_embeddings ({limit}) or more" if limit else "null",
+            got=repr(window),
+            hint="If these layers attend to everything, say so: 'use_sliding_window': false.",
+        )
 
     def switches(self, config: ModelConfig) -> dict[str, SwitchValue]:
         """What the family says of a model with this config.

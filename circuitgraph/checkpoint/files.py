@@ -1,4 +1,7 @@
-"""The safetensors files of a model folder: names, dtypes and shapes first, data only when asked for, memory-mapped."""
+"""The tensor files of a model folder: names, dtypes and shapes first, data only when asked for, memory-mapped.
+
+Safetensors, or PyTorch's pickles (`pickled`) where a folder has nothing better; one file, or shards with an index.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,38 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError, Fault, did_you_mean
+from .pickled import NOT_WEIGHTS, SUFFIXES, read_pickle
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
+PICKLED_SINGLE = "pytorch_model.bin"
 
 DTYPES = {"F32": "f32", "BF16": "bf16", "F16": "f16", "I32": "i32", "I64": "i64"}
 """safetensors' dtype names to ours; others (quantised formats) keep their own."""
+
+TORCH_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
+"""What safetensors calls the dtypes that a pickle may hold."""
 
 
 @dataclass(frozen=True)
@@ -36,35 +60,45 @@ class TensorInfo:
 class TensorFiles:
     """Tensors by name over one file or a set of shards. Shards are opened when one of their tensors is asked for."""
 
-    def __init__(self, folder: Path, file_of: dict[str, Path], indexed: bool):
+    def __init__(self, folder: Path, file_of: dict[str, Path], index: str | None = None):
         self.folder = folder
         self._file_of = file_of
-        self._indexed = indexed
+        self._index = index
         self._headers: dict[Path, dict[str, TensorInfo]] = {}
+        self._pickles: dict[Path, dict[str, torch.Tensor]] = {}
 
     @staticmethod
     def open(folder: str | Path) -> TensorFiles:
-        """Find the tensor files of `folder`: an index and its shards, `model.safetensors`, or the only other one.
+        """Find the tensor files of `folder`: an index and its shards, `model.safetensors`, the same of PyTorch's names, or
+        the only file of another name.
 
-        Files that merely lie beside the weights are never read.
+        Files that merely lie beside the weights are never read. A shard that is absent matters when it is needed.
 
         Raises:
-            CheckpointError: no or no single candidate, an unreadable index, a shard that is absent.
+            CheckpointError: no or no single candidate, an unreadable index, an unreadable single file.
         """
         folder = Path(folder)
-        if (folder / INDEX).is_file():
-            return TensorFiles(folder, _read_index(folder / INDEX), indexed=True)
-        file = folder / SINGLE
-        if not file.is_file():
-            found = sorted(folder.glob("*.safetensors"))
-            if len(found) != 1:
-                names = ", ".join(path.name for path in found) or "none"
-                expected, got = f"{SINGLE} or {INDEX}", f"{names} of *.safetensors"
-                raise CheckpointError(Fault("no model weights here", where=str(folder), expected=expected, got=got))
-            file = found[0]
-        header = _read_header(file)
-        files = TensorFiles(folder, dict.fromkeys(header, file), indexed=False)
-        files._headers[file] = header
+        for index, single in ((INDEX, SINGLE), (PICKLED_INDEX, PICKLED_SINGLE)):
+            if (folder / index).is_file():
+                return TensorFiles(folder, _read_index(folder / index), index)
+            if (folder / single).is_file():
+                return TensorFiles._of(folder, folder / single)
+        pickled = [file for file in sorted(folder.iterdir()) if _is_pickle(file)] if folder.is_dir() else []
+        for found, single in ((sorted(folder.glob("*.safetensors")), SINGLE), (pickled, PICKLED_SINGLE)):
+            if len(found) == 1:
+                return TensorFiles._of(folder, found[0])
+            if found:
+                names, expected = ", ".join(path.name for path in found), f"{single} or an index of shards"
+                hint = f"Which of them is it? Call it {single}."
+                raise CheckpointError(Fault("several model weights", where=str(folder), expected=expected, got=names, hint=hint))
+        expected = f"{SINGLE} or {INDEX}, or PyTorch's {PICKLED_SINGLE}"
+        raise CheckpointError(Fault("no model weights here", where=str(folder), expected=expected))
+
+    @staticmethod
+    def _of(folder: Path, file: Path) -> TensorFiles:
+        """A single file, whose header has all names."""
+        files = TensorFiles(folder, {})
+        files._file_of = dict.fromkeys(files._header(file), file)
         return files
 
     @cached_property
@@ -86,22 +120,44 @@ class TensorFiles:
         if name not in self._file_of:
             raise CheckpointError(Fault(f"no tensor '{name}'", where=str(self.folder), hint=did_you_mean(name, self._file_of)))
         file = self._file_of[name]
-        if file not in self._headers:
-            self._headers[file] = _read_header(file)
-        header = self._headers[file]
+        if self._index is not None and not file.is_file():
+            raise CheckpointError(
+                Fault(
+                    f"the index puts the tensor into a shard that is absent: {file.name}",
+                    where=str(self.folder / self._index),
+                    subject=name,
+                    hint="Download it, or correct the index.",
+                )
+            )
+        header = self._header(file)
         if name not in header:
             raise CheckpointError(
                 Fault(
-                    f"{INDEX} puts the tensor into {file.name}, which does not have it",
-                    where=str(self.folder / INDEX),
+                    f"{self._index} puts the tensor into {file.name}, which does not have it",
+                    where=str(self.folder / str(self._index)),
                     subject=name,
                     hint="Index and shards are of different versions: download both again.",
                 )
             )
         return header[name]
 
+    def glance(self, name: str) -> TensorInfo | None:
+        """`info` of a tensor whose file has been opened already; nothing is opened for it."""
+        return self._headers.get(self._file_of[name], {}).get(name)
+
+    def _header(self, file: Path) -> dict[str, TensorInfo]:
+        if file not in self._headers:
+            if file.suffix in SUFFIXES:
+                # A pickle has no header: its tensors are mapped at once, which reads none of their data.
+                self._pickles[file] = read_pickle(file)
+                self._headers[file] = {name: _info(name, tensor, file) for name, tensor in self._pickles[file].items()}
+            else:
+                self._headers[file] = _read_header(file)
+        return self._headers[file]
+
     def load(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The tensors, memory-mapped on the CPU: pages are read when touched, and nothing is copied.
+        """The tensors, memory-mapped on the CPU: pages are read when touched, and nothing is copied, but for strided views
+        and old files among PyTorch's.
 
         Data starts at any multiple of 8 bytes of a file, so pointers are aligned to no more than that.
 
@@ -113,33 +169,49 @@ class TensorFiles:
             wanted.setdefault(self.info(name).file, []).append(name)
         tensors: dict[str, torch.Tensor] = {}
         for file, inside in wanted.items():
+            if file in self._pickles:
+                tensors.update((name, self._pickles[file][name].contiguous()) for name in inside)
+                continue
             with safe_open(file, framework="pt", device="cpu") as opened:
                 tensors.update((name, opened.get_tensor(name)) for name in inside)
         return tensors
 
 
+def _is_pickle(file: Path) -> bool:
+    return file.suffix in SUFFIXES and file.is_file() and not file.name.startswith(NOT_WEIGHTS)
+
+
+def _info(name: str, tensor: torch.Tensor, file: Path) -> TensorInfo:
+    dtype = TORCH_NAMES.get(tensor.dtype, str(tensor.dtype))
+    return TensorInfo(name, DTYPES.get(dtype, dtype), tuple(tensor.shape), file)
+
+
 def _read_index(path: Path) -> dict[str, Path]:
+    """The file of every tensor. Whether the files are there is not looked at."""
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        file_of = {str(name): path.parent / str(shard) for name, shard in weight_map.items()}
+        weight_map = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)["weight_map"]
+        shard_of = {str(name): str(shard) for name, shard in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         reason = f"{type(problem).__name__}: {problem}"
         raise CheckpointError(Fault(f"not a readable shard index: {reason}", where=str(path))) from None
+    suffixes = SUFFIXES if path.name == PICKLED_INDEX else (".safetensors",)
     faults = []
-    for shard in sorted(set(file_of.values())):
-        if not shard.is_file():
-            inside = [name for name, file in file_of.items() if file == shard]
-            faults.append(
-                Fault(
-                    f"the index names a shard that is absent: {shard.name}",
-                    where=str(path),
-                    got=f"{len(inside)} tensors in it, '{inside[0]}' first",
-                    hint="Download it, or correct the index.",
-                )
-            )
+    for name, shard in shard_of.items():
+        if Path(shard).name != shard or not shard.endswith(suffixes):
+            expected = f"a {' or '.join(suffixes)} file of the same folder"
+            faults.append(Fault("the index names no such file", where=str(path), subject=name, expected=expected, got=shard))
     if faults:
         raise CheckpointError(faults)
-    return file_of
+    return {name: path.parent / shard for name, shard in shard_of.items()}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object without two values for a key, of which one would win silently."""
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"'{next(name for name in names if names.count(name) > 1)}' is in it twice")
+    return data
 
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:

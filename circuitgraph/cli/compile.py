@@ -50,6 +50,9 @@ def compile_(
     dump: Annotated[
         Path | None, typer.Option("--dump", metavar="DIR", help="Also write the text of every stage's result there.")
     ] = None,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="Also print what every tensor of the checkpoint is used for, and why.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is an artifact.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -62,6 +65,7 @@ def compile_(
     circuitgraph compile auto --model drafter/ --target-model llm/ -o drafter.cg
     circuitgraph compile mtp_dense --model config.json --widths 1-4,8 -o r.cg
     circuitgraph compile mtp_dense --model drafter/ --stop-after place
+    circuitgraph compile auto --model drafter/ --stop-after resolve --tensors
     """
     if model is None:
         raise typer.BadParameter("say which checkpoint (or config.json) to compile for", param_hint="'--model'")
@@ -73,6 +77,7 @@ def compile_(
     rows, chunks = parse_widths(widths), parse_widths(context_rows, "'--context-rows'")
     chosen = parse_switches(switches or [])
 
+    from ..checkpoint.report import format_report
     from ..measure.weights import gguf_file
     from ..pipeline import compile, work_list
     from ..target import parse_targets
@@ -106,6 +111,8 @@ def compile_(
     if as_json:
         print_json(_record(result))
         return
+    if tensors:
+        out().print(format_report(result.report), end="", soft_wrap=True, markup=False, highlight=False)
     seconds = sum(result.seconds.values())
     programs = ", ".join(dict.fromkeys(plan.symbol for plan in result.plans))
     notes().print(f"{result.circuit.name}: {len(result.plans)} programs in {seconds:.1f} s ({programs})")
@@ -120,6 +127,7 @@ def _record(result: Any) -> dict[str, Any]:
         "path": str(result.path) if result.path else None,
         "program": result.circuit.name,
         "facts": dict(result.circuit.facts),
+        "tensors": [vars(row) for row in result.report],
         "programs": [
             {
                 "entry": plan.entry,

@@ -7,12 +7,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from circuitgraph.artifact.manifest import Build, Manifest, Target
+from circuitgraph.artifact.pack import make_manifest
 from circuitgraph.checkpoint import bind, default_config, load_circuit, shipped_families
 from circuitgraph.circuit.text import format_circuit
 from circuitgraph.errors import CheckpointError, CircuitgraphError, ProgramError, RuntimeUseError
@@ -22,6 +25,7 @@ from tests.fixture_cases import FIXTURES
 
 Tensors = dict[str, torch.Tensor]
 LAYER = "mtp_layers.0."
+BUILDS = [Build(Target("cpu", "x86_64", "generic"), "lib/kernels.so", {})]
 
 
 @pytest.fixture(autouse=True)
@@ -176,6 +180,82 @@ def test_a_bare_config_gets_random_weights(family: str) -> None:
         assert 0.3 < values.std() < 3, f"{name} is out of scale"
 
 
+def quantise_fp8(tensors: Tensors, name: str) -> torch.Tensor:
+    """Replace a weight by FP8 values and scales of blocks (which it has one of); returns what they mean."""
+    scale = tensors[name].float().abs().max() / 448
+    tensors[name] = (tensors[name].float() / scale).to(torch.float8_e4m3fn)
+    rows, columns = tensors[name].shape
+    tensors[f"{name}_scale_inv"] = scale.expand(-(-rows // 128), -(-columns // 128)).contiguous()
+    return tensors[name].float() * scale
+
+
+def test_quantised_weights_are_dequantised_and_reported() -> None:
+    meant: dict[str, torch.Tensor] = {}
+
+    def quantise(tensors: Tensors) -> None:
+        meant["up"] = quantise_fp8(tensors, f"{LAYER}mlp.up_proj.weight")
+        tensors[f"{LAYER}mlp.up_proj.input_scale"] = torch.ones(1)
+        tensors[f"{LAYER}self_attn.k_proj.k_scale"] = torch.ones(1)
+        shape = tensors.pop(f"{LAYER}mlp.down_proj.weight").shape
+        tensors[f"{LAYER}mlp.down_proj.weight_packed"] = torch.full((shape[0], shape[1] // 2), 0x72, dtype=torch.uint8)
+        tensors[f"{LAYER}mlp.down_proj.weight_scale"] = torch.ones(shape[0], shape[1] // 16).to(torch.float8_e4m3fn)
+        tensors[f"{LAYER}mlp.down_proj.weight_global_scale"] = torch.tensor([4.0])
+        meant["down"] = torch.tensor([0.25, 1.5]).repeat(shape[0], shape[1] // 2)
+        tensors["lm_head.weight"] = torch.zeros(512, 64).to(torch.float8_e4m3fn)
+        tensors["lm_head.weight_scale"] = torch.ones(512, 1)
+
+    model = edited("qwen3_dense_mtp", quantise)
+    target = load_file("m/target/model.safetensors")
+    meant["head"] = quantise_fp8(target, "lm_head.weight")
+    save_file(target, "m/target/model.safetensors")
+    bound = bind("auto", model=model)
+    assert {weight.type.dtype for weight in bound.circuit.weights} == {"bf16"}
+    told = {row.tensor: row for row in bound.report}
+    up = told[f"{LAYER}mlp.up_proj.weight"]
+    assert (up.status, up.type[:7], up.reason) == ("used", "F8_E4M3", "fp8 block 128x128 -> bf16")
+    assert told[f"{LAYER}mlp.up_proj.weight_scale_inv"].reason == f"scale of {LAYER}mlp.up_proj.weight"
+    assert told[f"{LAYER}mlp.up_proj.weight_scale_inv"].weight == "layer.ffn.up_proj"
+    assert told[f"{LAYER}mlp.up_proj.input_scale"].status == "waived"
+    assert told[f"{LAYER}self_attn.k_proj.k_scale"].reason == "a scale for a quantised cache; the cache here is not quantised"
+    assert told[f"{LAYER}mlp.down_proj.weight_packed"].reason == "nvfp4 -> bf16"
+    assert [row.status for row in bound.report if row.tensor == "lm_head.weight"] == ["borrowed", "waived"]
+    assert [row.status for row in bound.report if row.tensor == "lm_head.weight_scale"] == ["waived"]
+    assert sum(row.weight == "lm_head" for row in bound.report) == 2
+    for positions, kept in ((4, bound), (4, bind("auto", model=model, wt="f32"))):
+        weights = kept.load_weights(positions=positions)
+        for name, weight in {"layer.ffn.up_proj": "up", "layer.ffn.down_proj": "down", "lm_head": "head"}.items():
+            dtype = torch.bfloat16 if kept is bound else torch.float32
+            assert torch.equal(weights[name], meant[weight].to(dtype))
+    manifest = replace(make_manifest(bound, BUILDS, {}), files={"lib/kernels.so": ""})
+    assert Manifest.from_text(manifest.to_text()).weights == bound.weight_specs()
+
+
+def test_the_config_says_how_large_a_block_is() -> None:
+    def quantise(tensors: Tensors) -> None:
+        quantise_fp8(tensors, f"{LAYER}input_proj.weight")
+        tensors[f"{LAYER}input_proj.weight_scale_inv"] = torch.arange(1.0, 9.0).reshape(2, 4)
+
+    model = edited("qwen3_dense_mtp", quantise, {"quantization_config": {"weight_block_size": [32, 32]}})
+    bound = bind("auto", model=model)
+    assert str(bound.tensors["fc"].packed) == "fp8 block 32x32"
+    groups = {"config_groups": {"group_0": {"weights": {"block_structure": [32, 32]}}}}
+    shutil.rmtree("m")
+    assert bind("auto", model=edited("qwen3_dense_mtp", quantise, {"quantization_config": groups})).tensors == bound.tensors
+    shutil.rmtree("m")
+    model = edited("qwen3_dense_mtp", quantise, {"quantization_config": {"weight_block_size": [32, "32"]}})
+    assert refusal(lambda: bind("auto", model=model)) == (
+        "m/config.json: quantization_config.weight_block_size: the value is of the wrong kind; "
+        "expected two positive integers, rows and columns; got [32, '32']"
+    )
+
+
+def test_tied_quantised_weights_share_their_tensor() -> None:
+    name = "model.language_model.embed_tokens.weight"
+    model = edited("qwen3_5_mtp", lambda tensors: quantise_fp8(tensors, name))
+    weights = bind("auto", model=model).load_weights(positions=4)
+    assert weights["lm_head"].data_ptr() == weights["embed_tokens"].data_ptr()
+
+
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 
@@ -224,20 +304,6 @@ def test_other_shape() -> None:
     )
 
 
-def test_quantised() -> None:
-    def quantise(tensors: Tensors) -> None:
-        name = f"{LAYER}mlp.up_proj.weight"
-        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = torch.ones(2, 1)
-
-    assert refusal(lambda: bind("auto", model=edited("qwen3_dense_mtp", quantise))) == (
-        "m/model.safetensors: mtp_layers.0.mlp.up_proj.weight: weight 'layer.ffn.up_proj' cannot be read from this dtype; "
-        "expected f32 or bf16 or f16; got F8_E4M3. Quantised tensors need a program that reads their format.\n"
-        "m: mtp_layers.0.mlp.up_proj.weight_scale_inv: no weight of the program uses this tensor. "
-        "Program 'mtp_dense' does not model it. If it does not matter, waive it in family 'qwen3_dense_mtp'."
-    )
-
-
 def test_faults_of_all_kinds_together() -> None:
     def spoil(tensors: Tensors) -> None:
         del tensors[f"{LAYER}final_layernorm.weight"]
@@ -247,7 +313,7 @@ def test_faults_of_all_kinds_together() -> None:
 
     message = refusal(lambda: bind("auto", model=edited("qwen3_dense_mtp", spoil)))
     assert [line.split(";")[0] for line in message.splitlines()] == [
-        "m/model.safetensors: mtp_layers.0.token_layernorm.weight: weight 'enorm' cannot be read from this dtype",
+        "m/model.safetensors: mtp_layers.0.token_layernorm.weight: the weight cannot be read from this dtype",
         "m/model.safetensors: mtp_layers.0.hidden_layernorm.weight: weight 'hnorm' has another shape",
         "m: no tensor for weight 'norm_weight'",
         "m: mtp_layers.0.extra: no weight of the program uses this tensor. Program 'mtp_dense' does not model it. "
@@ -414,9 +480,13 @@ def test_a_sliding_window_is_not_modelled() -> None:
     for window in ({"use_sliding_window": True}, {"layer_types": ["sliding_attention"]}):
         with pytest.raises(CheckpointError, match="does not model this setting"):
             load_circuit("mtp_dense", config={**plain, "sliding_window": 64, **window})
-    load_circuit(
-        "mtp_dense", config={**plain, "sliding_window": 64, "use_sliding_window": False, "layer_types": ["full_attention"]}
+    assert refusal(lambda: load_circuit("mtp_dense", config={**plain, "sliding_window": 4096})) == (
+        "config: sliding_window: family 'llama_mtp' does not model a sliding window; "
+        "expected null, or max_position_embeddings (8192) or more; got 4096. "
+        "If these layers attend to everything, say so: 'use_sliding_window': false."
     )
+    for harmless in ({"use_sliding_window": False}, {"layer_types": ["full_attention"]}, {"sliding_window": 8192}):
+        load_circuit("mtp_dense", config={**plain, "sliding_window": 64, **harmless})
 
 
 @pytest.mark.parametrize("with_target", [False, True])

@@ -99,7 +99,7 @@ REFUSALS = {
     ),
     "kind": (
         {**PLAIN, "rope_scaling": {"rope_type": "yarm", "factor": 4.0}},
-        "config: rope_scaling.rope_type: unknown RoPE kind 'yarm'; expected default, linear, dynamic, yarn, llama3. "
+        "config: rope_scaling.rope_type: unknown RoPE kind 'yarm'; expected default, linear, dynamic, yarn, llama3, longrope. "
         "Did you mean 'yarn'?",
     ),
     "scaling parameters": (
@@ -109,6 +109,91 @@ REFUSALS = {
     "rope_scaling is no object": (
         {**PLAIN, "rope_scaling": "linear"},
         "config: rope_scaling: the value is of the wrong kind; expected an object; got 'linear'",
+    ),
+    "kind of the wrong kind": (
+        {**PLAIN, "rope_scaling": {"rope_type": ["yarn"], "factor": 4.0}},
+        "config: rope_scaling.rope_type: the value is of the wrong kind; expected a text; got ['yarn']",
+    ),
+    "two kinds in one": (
+        {**PLAIN, "rope_scaling": {"rope_type": "yarn", "type": "linear", "factor": 4.0}},
+        "config: rope_scaling.type: the config gives two RoPE kinds; expected yarn as in its rope_type; got 'linear'",
+    ),
+    "two kinds in two": (
+        {**PLAIN, "rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_type": "default"}},
+        "config: rope_scaling.rope_type: the config gives two RoPE kinds; expected default as in rope_parameters; got 'linear'. "
+        "Remove the one that is out of date.",
+    ),
+    "a factor of nothing": (
+        {**PLAIN, "rope_scaling": {"factor": 4.0}},
+        "config: rope_scaling.rope_type: the key is missing; expected default, linear, dynamic, yarn, llama3, longrope. "
+        "A factor without a kind does not say what it scales.",
+    ),
+    "a factor that is a text": (
+        {**PLAIN, "rope_scaling": {"type": "linear", "factor": "4"}},
+        "config: rope_scaling.factor: the value is of the wrong kind; expected a positive, finite number; got '4'",
+    ),
+    "no set for full attention": (
+        {**PLAIN, "rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}},
+        "config: rope_parameters: has a set of parameters for each attention kind, but not this one's; expected full_attention; "
+        "got ['sliding_attention']. Drafter layers are full attention: which of these sets is theirs?",
+    ),
+    "dynamic without a limit": (
+        {**PLAIN, "rope_scaling": {"type": "dynamic", "factor": 2}},
+        "config: max_position_embeddings: RoPE kind 'dynamic' needs this key; expected a positive integer",
+    ),
+    "Hunyuan's dynamic": (
+        {**PLAIN, "max_position_embeddings": 64, "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}},
+        "config: rope_scaling.alpha: RoPE kind 'dynamic' is not known with this key; expected no such key; got 1000.0. "
+        "It is another model's variant, whose frequencies differ.",
+    ),
+    "yarn's optional keys": (
+        {
+            **PLAIN,
+            "max_position_embeddings": 64,
+            "rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": [32], "truncate": 1, "mscale": True},
+        },
+        "config: rope_scaling.beta_fast: the value is of the wrong kind; expected a positive, finite number; got [32]\n"
+        "config: rope_scaling.mscale: the value is of the wrong kind; expected a positive, finite number; got True\n"
+        "config: rope_scaling.truncate: the value is of the wrong kind; expected true or false; got 1",
+    ),
+    "longrope's factors": (
+        {
+            **PLAIN,
+            "max_position_embeddings": 64,
+            "rope_scaling": {"type": "longrope", "factor": 2, "short_factor": [1.0] * 7, "long_factor": [1.0] * 7 + [None]},
+        },
+        "config: rope_scaling.short_factor: needs a factor for each pair of rotated columns; expected a list of 8 numbers; "
+        "got '7 numbers'\n"
+        "config: rope_scaling.long_factor.7: the value is of the wrong kind; expected a positive, finite number",
+    ),
+    "llama3 without a band": (
+        {
+            **PLAIN,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8,
+                "low_freq_factor": 4,
+                "high_freq_factor": 4,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        "config: rope_scaling.low_freq_factor: leaves no band to blend in; expected less than high_freq_factor (4.0); got 4.0",
+    ),
+    "two original lengths": (
+        {
+            **PLAIN,
+            "original_max_position_embeddings": 32,
+            "rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": 64},
+        },
+        "config: original_max_position_embeddings: the config gives two values; expected 64 as in its RoPE parameters; got 32",
+    ),
+    "base": (
+        {**PLAIN, "rope_theta": 1.0},
+        "config: rope_theta: the base is too small: no column would turn slower than another; expected more than 1; got 1.0",
+    ),
+    "more than a float holds": (
+        {**PLAIN, "rope_theta": 10**400},
+        f"config: rope_theta: the value is of the wrong kind; expected a positive, finite number; got {10**400}",
     ),
     "several at once": (
         {"num_attention_heads": 0, "vocab_size": 100, "hidden_size": 64},

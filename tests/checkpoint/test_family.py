@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from circuitgraph.checkpoint import bind, load_family, shipped_families
+from circuitgraph.checkpoint.config import read_raw
 from circuitgraph.checkpoint.family import recognise
 from circuitgraph.errors import CheckpointError, CircuitgraphError
 from tests.fixture_cases import FIXTURES
@@ -94,3 +95,12 @@ def test_every_fact_of_a_shipped_family_has_a_source() -> None:
         file = load_family(path).file
         assert file.sources
         assert all(item.reason for item in file.waived)
+
+
+def test_a_family_may_say_that_its_program_models_windows() -> None:
+    config = {**load_family("mimo_mtp").file.example, "sliding_window": 64, "use_sliding_window": None}
+    raw = read_raw(config)
+    with pytest.raises(CheckpointError, match="sliding_window: family 'mimo_mtp' does not model a sliding window"):
+        load_family("mimo_mtp").read_config(raw)
+    file = family("  use_mrope: [false]", "  use_mrope: [false]\n  sliding_window: []")
+    assert load_family(file).read_config(raw).values["sliding_window"] == 64

@@ -81,8 +81,8 @@ def test_the_only_file_may_have_another_name(folder: Path) -> None:
     assert list(TensorFiles.open(folder)) == ["a"]
     save_file({"b": torch.zeros(2)}, folder / "other.safetensors")
     assert refusal(lambda: TensorFiles.open(folder)) == (
-        "m: no model weights here; expected model.safetensors or model.safetensors.index.json; "
-        "got head.safetensors, other.safetensors of *.safetensors"
+        "m: several model weights; expected model.safetensors or an index of shards; got head.safetensors, other.safetensors. "
+        "Which of them is it? Call it model.safetensors."
     )
 
 
@@ -96,9 +96,12 @@ def test_quantised_dtypes_keep_their_names(folder: Path) -> None:
 
 def test_absent_shard(folder: Path) -> None:
     sharded(folder, {"d": "model-00003-of-00003.safetensors", "e": "model-00003-of-00003.safetensors"})
-    assert refusal(lambda: TensorFiles.open(folder)) == (
-        "m/model.safetensors.index.json: the index names a shard that is absent: model-00003-of-00003.safetensors; "
-        "got 2 tensors in it, 'd' first. Download it, or correct the index."
+    files = TensorFiles.open(folder)
+    assert files.load(["a", "b"])["b"].tolist() == [1.0] * 3, "what lies in it is not needed"
+    assert files.glance("d") is None
+    assert refusal(lambda: files.load(["a", "d"])) == (
+        "m/model.safetensors.index.json: d: the index puts the tensor into a shard that is absent: "
+        "model-00003-of-00003.safetensors. Download it, or correct the index."
     )
 
 
@@ -147,3 +150,35 @@ def test_truncated_file(folder: Path) -> None:
 def test_unreadable_index(folder: Path, text: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
     assert refusal(lambda: TensorFiles.open(folder)).startswith("m/model.safetensors.index.json: not a readable shard index: ")
+
+
+def test_pickled_data_is_mapped_and_only_needed_shards_are_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"big": torch.zeros(16_000_000), "view": torch.zeros(4, 6)[:, ::2]}, folder / "one.bin")
+    torch.save({"b": torch.ones(3, dtype=torch.float8_e4m3fn)}, folder / "two.bin")
+    weight_map = {"big": "one.bin", "view": "one.bin", "b": "two.bin", "c": "three.bin"}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    opened = []
+    real = files_module.read_pickle
+    monkeypatch.setattr(files_module, "read_pickle", lambda file: opened.append(file.name) or real(file))
+
+    def resident() -> int:
+        return next(
+            int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")
+        )
+
+    files = TensorFiles.open(folder)
+    before = resident()
+    loaded = files.load(["big", "view"])
+    assert resident() - before < 16_000, "kB: reading 64 MB would show"
+    assert loaded["view"].is_contiguous()
+    assert opened == ["one.bin"]
+    assert str(files.info("b")) == "F8_E4M3[3]"
+    assert opened == ["one.bin", "two.bin"]
+
+
+def test_known_names_win_over_others(folder: Path) -> None:
+    torch.save({"a": torch.zeros(2)}, folder / "pytorch_model.bin")
+    save_file({"stray": torch.zeros(2)}, folder / "cases.safetensors")
+    assert list(TensorFiles.open(folder)) == ["a"]
+    save_file({"b": torch.zeros(2)}, folder / "model.safetensors")
+    assert list(TensorFiles.open(folder)) == ["b"]

@@ -6,6 +6,8 @@ import json
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from circuitgraph.checkpoint import read_config
 from circuitgraph.errors import RuntimeUseError
@@ -29,29 +31,114 @@ CASES = {
     },
     "yarn": {"rope_theta": 1000000.0, "rope_parameters": {**YARN, "rope_theta": 1000000.0}},
     "yarn, DeepSeek": {"rope_theta": 10000.0, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8, "beta_fast": 16}},
+    "yarn without a factor": {"rope_theta": 10000.0, "rope_scaling": {**YARN, "factor": None, "mscale": 0, "mscale_all_dim": 0}},
+    "longrope, long": {
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0 + i / 32 for i in range(32)],
+            "long_factor": [1.0 + i / 4 for i in range(32)],
+        },
+        "original_max_position_embeddings": 512,
+    },
+    "longrope, short": {
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0 + i / 16 for i in range(32)],
+            "long_factor": [1.0 + i / 4 for i in range(32)],
+            "attention_factor": 1.5,
+            "original_max_position_embeddings": 600,
+        },
+    },
     "yarn, not truncated": {"rope_theta": 150000.0, "rope_scaling": {**YARN, "truncate": False, "attention_factor": 1.25}},
 }
 
 
-@pytest.mark.parametrize("config", CASES.values(), ids=CASES)
-def test_tables_are_those_of_transformers(config: dict) -> None:
+def theirs(config: dict, kind: str, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines by transformers."""
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    spec = read_config({**SIZES, **config}).rope
-    theirs = transformers.LlamaConfig(**json.loads(json.dumps({**SIZES, **config})))
-    if spec.kind == "default":
-        share = config.get("partial_rotary_factor", 1.0)
-        frequencies = 1.0 / config["rope_theta"] ** (torch.arange(0, 64 * share, 2) / (64 * share))
-        amplitude = 1.0
+    own = transformers.LlamaConfig(**json.loads(json.dumps(config)))
+    if kind == "default":
+        columns = own.head_dim * own.rope_parameters.get("partial_rotary_factor", 1.0)
+        frequencies, amplitude = 1.0 / config["rope_theta"] ** (torch.arange(0, columns, 2) / columns), 1.0
     else:
-        frequencies, amplitude = ROPE_INIT_FUNCTIONS[spec.kind](theirs, device=torch.device("cpu"))
-    angle = torch.arange(600, dtype=torch.float32)[:, None] * frequencies
-    cos, sin = rope_tables(spec, 600)
-    assert cos.dtype == torch.float32
-    # Frequencies agree to fp32 rounding; 600 positions magnify it.
-    torch.testing.assert_close(cos, angle.cos() * amplitude, atol=1e-4, rtol=0)
-    torch.testing.assert_close(sin, angle.sin() * amplitude, atol=1e-4, rtol=0)
+        length = positions if kind == "longrope" else None
+        frequencies, amplitude = ROPE_INIT_FUNCTIONS[kind](own, device=torch.device("cpu"), seq_len=length)
+    angle = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
+    return angle.cos() * amplitude, angle.sin() * amplitude
+
+
+def compare(config: dict, positions: int) -> None:
+    """Frequencies agree to fp32 rounding, which positions and amplitudes magnify."""
+    spec = read_config(config).rope
+    tables = rope_tables(spec, positions)
+    for mine, other in zip(tables, theirs(config, spec.kind, positions), strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, other, atol=1e-4 * max(1.0, float(other.abs().max())), rtol=0)
+
+
+@pytest.mark.parametrize("config", CASES.values(), ids=CASES)
+def test_tables_are_those_of_transformers(config: dict) -> None:
+    compare({**SIZES, **config}, 600)
+
+
+def numbers(low: float, high: float) -> st.SearchStrategy[float]:
+    return st.floats(low, high, allow_nan=False)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> dict:
+    """Any kind, in any layout, with and without the keys that it can do without."""
+    heads, head_dim = draw(st.sampled_from([(4, 64), (2, 128), (3, 80)]))
+    limit, original = draw(st.integers(64, 200_000)), draw(st.integers(16, 65_536))
+    kind = draw(st.sampled_from(["default", "linear", "dynamic", "yarn", "llama3", "longrope"]))
+    share = draw(st.sampled_from([1.0, 0.5, 0.25]))
+    columns = int(head_dim * share)
+    scaling: dict = {draw(st.sampled_from(["rope_type", "type"])): kind}
+    config: dict = {"rope_theta": draw(numbers(2.0, 1e8))}
+    if kind in ("linear", "dynamic", "yarn", "llama3") or (kind == "longrope" and draw(st.booleans())):
+        scaling["factor"] = draw(numbers(0.5, 64.0))
+    if kind in ("yarn", "llama3", "longrope"):
+        # Beside the parameters, or among them. Left out (yarn), it is the limit.
+        place = draw(st.sampled_from([config, scaling] + ([{}] if kind == "yarn" else [])))
+        place["original_max_position_embeddings"] = original
+    if kind == "llama3":
+        scaling["low_freq_factor"] = draw(numbers(0.1, 4.0))
+        scaling["high_freq_factor"] = scaling["low_freq_factor"] + draw(numbers(0.5, 30.0))
+    if kind == "longrope":
+        for name in ("short_factor", "long_factor"):
+            scaling[name] = draw(st.lists(numbers(0.5, 60.0), min_size=columns // 2, max_size=columns // 2))
+    if kind == "yarn":
+        optional = {
+            "beta_fast": numbers(4.0, 64.0),
+            "beta_slow": numbers(0.25, 4.0),
+            "mscale": numbers(0.0, 2.0),
+            "mscale_all_dim": numbers(0.0, 2.0),
+            "truncate": st.booleans(),
+        }
+        scaling.update({name: draw(values) for name, values in optional.items() if draw(st.booleans())})
+    if kind in ("yarn", "longrope") and draw(st.booleans()):
+        scaling["attention_factor"] = draw(numbers(0.25, 3.0))
+    if share != 1.0:
+        (scaling if draw(st.booleans()) else config)["partial_rotary_factor"] = share
+    if draw(st.booleans()):
+        scaling["rope_theta"] = config["rope_theta"]
+        config["rope_parameters"] = scaling
+    else:
+        config["rope_scaling"] = scaling
+    sizes = {"hidden_size": heads * head_dim, "num_attention_heads": heads, "vocab_size": 100, "head_dim": head_dim}
+    return {**sizes, "max_position_embeddings": limit, **config}
+
+
+@settings(max_examples=200, deadline=None)
+@given(config=configs(), positions=st.integers(1, 64))
+def test_random_configs_make_the_tables_of_transformers(config: dict, positions: int) -> None:
+    compare(config, positions)
+    nested = {"text_config": config}
+    assert read_config(nested, ["text_config"]).rope == read_config(config).rope
 
 
 def test_kinds_differ() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 import circuitgraph
 from circuitgraph.plan.schedule import SCHEDULES
+from tests.fixture_cases import FIXTURES
 
 
 def test_programs(run):
@@ -72,6 +73,17 @@ def test_compile_stops_where_asked_and_writes_nothing(run, config_file, tmp_path
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["path"] is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_compile_says_what_every_tensor_is_for(run):
+    options = ("compile", "auto", "--model", str(FIXTURES / "qwen3_dense_mtp"), "--stop-after", "resolve")
+    result = run(*options, "--tensors")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert "borrowed  target   lm_head.weight                                bf16[512, 64]  lm_head" in lines
+    assert lines[-1] == "2 tensors borrowed, 15 used"
+    rows = json.loads(run(*options, "--json").stdout)["tensors"]
+    assert {row["tensor"] for row in rows if row["status"] == "borrowed"} == {"lm_head.weight", "model.embed_tokens.weight"}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from circuitgraph.artifact import (
     write_artifact,
 )
 from circuitgraph.artifact import store as store_module
+from circuitgraph.checkpoint.packed import Packed
 from circuitgraph.errors import ArtifactError, CheckpointError, RuntimeUseError
 from circuitgraph.runtime import bind_weights, load, open_library
 from tests.runtime.helpers import POSITIONS, drafter, manifest_of
@@ -386,6 +387,29 @@ def test_a_stored_dtype_is_converted_only_where_compiling_said_so(checkpoint, tm
     other = write_artifact(tmp_path / "other", replace(artifact.manifest, weights=silent), FILES)
     with pytest.raises(CheckpointError, match=r"model.fc: does not fit; expected bf16\[48, 96\] \('fc'\); got f32\[48, 96\]"):
         bind_weights(other, model=folder)
+
+
+def test_a_quantised_weight_is_dequantised_as_the_manifest_says(checkpoint, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder, artifact = checkpoint
+    tensors, file = load_file(folder / "model.safetensors"), folder / "model.safetensors"
+    values = tensors["model.fc"].to(torch.float8_e4m3fn)
+    fc = replace(artifact.manifest.weights["fc"], packed=Packed("fp8", "model.fc_scale", (1, 0)))
+    specs = {**artifact.manifest.weights, "fc": fc}
+    quantised = write_artifact(tmp_path / "fp8", replace(artifact.manifest, weights=specs), FILES)
+    assert read_artifact(tmp_path / "fp8").manifest.weights["fc"] == fc
+    scale = torch.rand(48, 1)
+    save_file({**tensors, "model.fc": values, "model.fc_scale": scale}, file)
+    assert torch.equal(bind_weights(quantised, model=folder)["fc"], values.float() * scale)
+    with pytest.raises(CheckpointError, match=r"model.fc: does not fit; expected f32\[48, 96\] \('fc'\); got F8_E4M3\[48, 96\]"):
+        bind_weights(artifact, model=folder)
+    save_file({**tensors, "model.fc": values, "model.fc_scale": scale[:47].clone()}, file)
+    with pytest.raises(CheckpointError, match=r"model.fc_scale: does not fit as scales of fp8 per channel"):
+        bind_weights(quantised, model=folder)
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"model.fc: does not fit as values of fp8 per channel; expected F8_E4M3 "):
+        bind_weights(quantised, model=folder)
 
 
 def test_host_tensors_must_be_given(checkpoint, tmp_path):

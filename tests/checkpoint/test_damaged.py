@@ -1,0 +1,418 @@
+"""Damaged and odd checkpoints, one a row: each is refused in words that name the place, the tensor or key and the remedy, or
+loads where the oddity is legal.
+
+Every row damages a copy of a fixture in `m` and binds and loads it as `compile auto --model m` would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from circuitgraph.checkpoint import bind
+from circuitgraph.errors import CheckpointError
+from tests.fixture_cases import FIXTURES
+
+Tensors = dict[str, torch.Tensor]
+Damage = Callable[[], Any]
+
+FOLDER = Path("m")
+FILE, CONFIG = FOLDER / "model.safetensors", FOLDER / "config.json"
+INDEX, PICKLE = FOLDER / "model.safetensors.index.json", FOLDER / "pytorch_model.bin"
+L = "mtp_layers.0."
+UP, FC, NORM = f"{L}mlp.up_proj.weight", f"{L}input_proj.weight", f"{L}final_layernorm.weight"
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages name paths, so work where they are short."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(FIXTURES / "qwen3_dense_mtp", "m", ignore=shutil.ignore_patterns("cases.*"))
+
+
+# -- how to damage one ---------------------------------------------------------------------------------------------
+
+
+def tensors(edit: Callable[[Tensors], object], file: Path = FILE) -> Damage:
+    def damage() -> None:
+        data = load_file(file)
+        edit(data)
+        save_file({name: tensor.contiguous() for name, tensor in data.items()}, file)
+
+    return damage
+
+
+def put(name: str, change: Callable[[torch.Tensor], torch.Tensor], **beside: torch.Tensor) -> Damage:
+    """Another tensor under the name, and some with a suffix beside it."""
+    return tensors(
+        lambda data: data.update({name: change(data[name]), **{name + suffix: tensor for suffix, tensor in beside.items()}})
+    )
+
+
+def add(name: str, tensor: torch.Tensor) -> Damage:
+    return tensors(lambda data: data.update({name: tensor}))
+
+
+def drop(*names: str) -> Damage:
+    return tensors(lambda data: [data.pop(name) for name in names])
+
+
+def rename(old: str, new: str) -> Damage:
+    return tensors(lambda data: data.update({new: data.pop(old)}))
+
+
+def config(**values: Any) -> Damage:
+    def damage() -> None:
+        CONFIG.write_text(json.dumps({**json.loads(CONFIG.read_text()), **values}))
+
+    return damage
+
+
+def sizes(**values: Any) -> Damage:
+    """Keys of the nested section."""
+
+    def damage() -> None:
+        data = json.loads(CONFIG.read_text())
+        data["transformer_layer_config"].update(values)
+        CONFIG.write_text(json.dumps(data))
+
+    return damage
+
+
+def cut(file: Path, size: int) -> Damage:
+    return lambda: file.write_bytes(file.read_bytes()[:size])
+
+
+def shards(after: Callable[[dict[str, str]], object] = lambda weight_map: None) -> None:
+    """The checkpoint in two shards, a.safetensors and b.safetensors; `after` may change where the index says things are."""
+    data = load_file(FILE)
+    FILE.unlink()
+    names = sorted(data)
+    where = {name: "ab"[index % 2] + ".safetensors" for index, name in enumerate(names)}
+    for shard in ("a.safetensors", "b.safetensors"):
+        save_file({name: data[name] for name in names if where[name] == shard}, FOLDER / shard)
+    after(where)
+    INDEX.write_text(json.dumps({"weight_map": where}))
+
+
+def pickled(change: Callable[[Tensors], Any] = lambda data: data, **how: Any) -> Damage:
+    """A PyTorch file in place of the safetensors."""
+
+    def damage() -> None:
+        data = change(load_file(FILE))
+        FILE.unlink()
+        torch.save(data, PICKLE, **how)
+
+    return damage
+
+
+def pickled_shards() -> None:
+    data = load_file(FILE)
+    FILE.unlink()
+    names = sorted(data)
+    for shard, part in (("one.bin", names[:5]), ("two.bin", names[5:])):
+        torch.save({name: data[name] for name in part}, FOLDER / shard)
+    where = {name: "one.bin" if name in names[:5] else "two.bin" for name in names}
+    (FOLDER / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+class RunsCode:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch ran",)
+
+
+def bare_pickle() -> None:
+    FILE.unlink()
+    PICKLE.write_bytes(pickle.dumps({"a": RunsCode()}, protocol=2))
+
+
+def in_turn(*damages: Damage) -> Damage:
+    return lambda: [damage() for damage in damages]
+
+
+# -- what is refused: the damage, and what the message must say, in this order ---------------------------------------
+
+REFUSED: dict[str, tuple[Damage, list[str]]] = {
+    # tensors
+    "a tensor is missing": (drop(NORM), ["m: no tensor for weight 'norm_weight'", f"expected '{NORM}'"]),
+    "a tensor is renamed": (
+        rename(UP, f"{L}mlp.w3.weight"),
+        [f"m: no tensor for weight 'layer.ffn.up_proj'; expected '{UP}'", "m: mtp_layers.0.mlp.w3.weight: no weight", "waive it"],
+    ),
+    "a tensor is misspelt": (rename(UP, f"{L}mlp.up_prj.weight"), [f"expected '{UP}'. Did you mean 'mtp_layers.0.mlp.up_prj"]),
+    "a tensor too many": (add(f"{L}gate.weight", torch.ones(2)), ["m: mtp_layers.0.gate.weight: no weight of the program uses"]),
+    "a second module": (add("mtp_layers.1.input_proj.weight", torch.ones(2)), ["of one layer; got 0, 1. Several modules"]),
+    "no drafter at all": (tensors(lambda data: [data.pop(name) for name in list(data)]), ["got none", "have a drafter?"]),
+    "transposed": (put(FC, torch.t), [f"m/model.safetensors: {FC}: ", "expected [64, 128]; got [128, 64]", "transposed?"]),
+    "another size": (put(NORM, lambda old: old[:32]), [f"{NORM}: ", "expected [64]; got [32]", "m/config.json"]),
+    "no elements": (put(NORM, lambda old: old[:0]), [f"{NORM}: ", "expected [64]; got [0]"]),
+    "a number": (put(NORM, lambda old: old.sum()), [f"{NORM}: ", "expected [64]; got []"]),
+    "integers": (put(NORM, torch.Tensor.int), [f"{NORM}: the weight cannot be read from this dtype", "got i32", "Convert"]),
+    "doubles": (put(NORM, torch.Tensor.double), [f"{NORM}: the weight cannot be read from this dtype", "got F64", "Convert"]),
+    "complex": (put(NORM, lambda old: old.to(torch.complex64)), [f"{NORM}: the weight cannot be read", "got C64", "Convert"]),
+    # scales
+    "fp8 without a scale": (
+        put(UP, lambda old: old.to(FP8)),
+        [f"{UP}: F8_E4M3 needs one scale; expected {UP}_scale_inv", "none"],
+    ),
+    "fp8 with too few scales": (
+        put(UP, lambda old: torch.ones(96, 64).to(FP8), _scale=torch.ones(95)),
+        [f"{UP}_scale: does not fit as scales of fp8", "got f32[95]", "different exports"],
+    ),
+    "a scale of another weight": (
+        add(f"{UP}_scale_inv", torch.ones(1, 1)),
+        [f"{UP}: the weight is not quantised and has a scale; got bf16 and {UP}_scale_inv", "Remove the scale"],
+    ),
+    "a scale without a weight": (
+        in_turn(add(f"{UP}_scale_inv", torch.ones(1, 1)), drop(UP)),
+        [f"no tensor for weight 'layer.ffn.up_proj'; expected '{UP}'", f"{UP}_scale_inv: no weight of the program uses"],
+    ),
+    "a scale that is infinite": (
+        put(UP, lambda old: old.to(FP8), _scale_inv=torch.full((2, 1), torch.inf)),
+        [f"m/model.safetensors: {UP}_scale_inv: scales must be finite; expected numbers; got 2 of 2", "download or export"],
+    ),
+    "nvfp4 without its global scale": (
+        tensors(
+            lambda data: data.update(
+                {
+                    UP: torch.zeros(data[UP].shape[0], 32, dtype=torch.uint8),
+                    f"{UP}_scale": torch.ones(data[UP].shape[0], 4).to(FP8),
+                }
+            )
+        ),
+        [f"{UP}: NVFP4 needs one scale over its scales; expected {UP}_scale_2", "got none", "export the checkpoint again"],
+    ),
+    "fp8 of the other kind": (
+        put(UP, lambda old: old.to(torch.float8_e5m2), _scale=torch.ones(1)),
+        [f"{UP}: the weight cannot be read from this dtype", "got F8_E5M2", "Convert the weight to bf16"],
+    ),
+    "GPTQ": (
+        rename(UP, f"{L}mlp.up_proj.qweight"),
+        ["no tensor for weight 'layer.ffn.up_proj'", "'mtp_layers.0.mlp.up_proj.qweight' holds integers", "use bf16, FP8"],
+    ),
+    "a block size of the wrong kind": (
+        in_turn(config(quantization_config={"weight_block_size": 128}), put(UP, lambda old: old.to(FP8))),
+        ["m/config.json: quantization_config.weight_block_size: the value is of the wrong kind; expected two positive"],
+    ),
+    # files
+    "no weights": (FILE.unlink, ["m: no model weights here; expected model.safetensors or"]),
+    "two files": (
+        lambda: (FILE.rename(FOLDER / "a.safetensors"), shutil.copy(FOLDER / "a.safetensors", FOLDER / "b.safetensors")),
+        ["m: several model weights; expected model.safetensors or", "a.safetensors, b.safetensors. Which of them"],
+    ),
+    "an empty file": (cut(FILE, 0), ["m/model.safetensors: not a readable safetensors file", "got 0 bytes", "Download it again"]),
+    "a truncated header": (cut(FILE, 100), ["m/model.safetensors: not a readable safetensors file", "got 100 bytes"]),
+    "truncated data": (cut(FILE, -8), ["m/model.safetensors: not a readable safetensors file", "Truncated or overwritten?"]),
+    "a Git LFS pointer": (
+        lambda: FILE.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+        ["m/model.safetensors: not a readable safetensors file", "Download it again"],
+    ),
+    "an absent shard": (
+        lambda: (shards(), (FOLDER / "b.safetensors").unlink()),
+        [f"{INDEX}: ", "shard that is absent: b.safetensors", "Download it"],
+    ),
+    "a truncated shard": (
+        lambda: (shards(), cut(FOLDER / "b.safetensors", -4)()),
+        ["m/b.safetensors: not a readable safetensors file", "Download it again"],
+    ),
+    "an index that names another shard": (
+        lambda: shards(lambda where: where.update({UP: "a.safetensors" if where[UP] == "b.safetensors" else "b.safetensors"})),
+        [f"{INDEX}: {UP}: model.safetensors.index.json puts the tensor into", "download both again"],
+    ),
+    "an index that names a file elsewhere": (
+        lambda: shards(lambda where: where.update({UP: "../target.safetensors"})),
+        [f"{INDEX}: {UP}: the index names no such file; expected a .safetensors file of the same folder; got ../target"],
+    ),
+    "an index that is cut off": (
+        lambda: (shards(), cut(INDEX, 200)()),
+        [f"{INDEX}: not a readable shard index: JSONDecodeError"],
+    ),
+    "an index with a tensor twice": (
+        lambda: (shards(), INDEX.write_text(f'{{"weight_map": {{"{UP}": "a.safetensors", "{UP}": "b.safetensors"}}}}')),
+        [f"{INDEX}: not a readable shard index: ValueError: '{UP}' is in it twice"],
+    ),
+    # PyTorch's files
+    "a pickle with code in it": (
+        pickled(lambda data: {**data, UP: RunsCode()}),
+        ["m/pytorch_model.bin: posix.system: the file runs code when it is read", "convert it to safetensors"],
+    ),
+    "a bare pickle with code in it": (bare_pickle, ["m/pytorch_model.bin: posix.system: the file runs code", "convert it"]),
+    "a whole module": (
+        pickled(lambda data: torch.nn.Linear(2, 2)),
+        ["m/pytorch_model.bin: torch.nn.modules.linear.Linear: the file runs code", "convert it to safetensors"],
+    ),
+    "a trainer's checkpoint": (
+        pickled(lambda data: {"state_dict": data, "epoch": 3}),
+        [
+            "m/pytorch_model.bin: state_dict: is no tensor",
+            "got dict. Save what is under 'state_dict' alone",
+            "epoch: is no tensor",
+        ],
+    ),
+    "a list": (pickled(lambda data: list(data.values())), ["m/pytorch_model.bin: does not hold named tensors; got list"]),
+    "a sparse tensor": (
+        pickled(lambda data: {**data, UP: data[UP].float().to_sparse()}),
+        [f"m/pytorch_model.bin: {UP}: is no tensor; expected a dense tensor", "torch.sparse_coo", "ordinary tensor"],
+    ),
+    "a truncated pickle": (
+        in_turn(pickled(), cut(PICKLE, 5000)),
+        ["m/pytorch_model.bin: not a readable PyTorch file", "got 5000 bytes", "Download it again"],
+    ),
+    "an empty pickle": (in_turn(pickled(), cut(PICKLE, 0)), ["m/pytorch_model.bin: not a readable PyTorch file", "got 0 bytes"]),
+    "two pickles": (
+        in_turn(pickled(), lambda: PICKLE.rename(FOLDER / "a.pt"), lambda: shutil.copy(FOLDER / "a.pt", FOLDER / "b.bin")),
+        ["m: several model weights; expected pytorch_model.bin or", "a.pt, b.bin. Which of them"],
+    ),
+    "an absent pickled shard": (
+        lambda: (pickled_shards(), (FOLDER / "two.bin").unlink()),
+        ["m/pytorch_model.bin.index.json: ", "shard that is absent: two.bin"],
+    ),
+    # the target's tensors
+    "a target without lm_head": (
+        tensors(lambda data: data.pop("lm_head.weight"), FOLDER / "target/model.safetensors"),
+        ["m/target: no tensor for weight 'lm_head'; expected 'lm_head.weight'"],
+    ),
+    "a target of another vocabulary": (
+        lambda: (FOLDER / "target/config.json").write_text(
+            json.dumps({**json.loads((FOLDER / "target/config.json").read_text()), "vocab_size": 500})
+        ),
+        ["m/target/config.json: vocab_size: target and drafter differ; expected 512", "got 500", "another target"],
+    ),
+    "a target whose embedding was resized": (
+        tensors(
+            lambda data: data.update({"model.embed_tokens.weight": torch.zeros(520, 64)}), FOLDER / "target/model.safetensors"
+        ),
+        ["m/target/model.safetensors: model.embed_tokens.weight: ", "expected [512, 64]; got [520, 64]"],
+    ),
+    # configs
+    "no config": (CONFIG.unlink, ["m/config.json: the file does not exist", "Give a model folder with a config.json"]),
+    "a config that is cut off": (cut(CONFIG, 30), ["m/config.json:", "not valid JSON"]),
+    "an unknown model": (
+        sizes(model_type="qwen9"),
+        ["m/config.json: no family recognises this config", "speculators_model_type 'mtp'", "Name the family"],
+    ),
+    "no section for the drafter": (
+        in_turn(config(speculators_model_type="mtp"), config(transformer_layer_config=None)),
+        ["m/config.json: no family recognises this config"],
+    ),
+    "a null where a number must be": (sizes(vocab_size=None), ["m/config.json: ", "vocab_size: the key is missing"]),
+    "a number as text": (sizes(hidden_size="64"), ["hidden_size: the value is of the wrong kind", "got '64'"]),
+    "an unknown rope type": (
+        sizes(rope_scaling={"rope_type": "yran", "factor": 2.0}),
+        ["m/config.json: ", "rope_scaling.rope_type: unknown RoPE kind 'yran'", "Did you mean 'yarn'?"],
+    ),
+    "a rope type of the wrong kind": (
+        sizes(rope_scaling={"rope_type": {"kind": "yarn"}}),
+        ["rope_scaling: has a set of parameters for each attention kind", "which of these sets"],
+    ),
+    "a rope factor of the wrong kind": (
+        sizes(rope_scaling={"rope_type": "linear", "factor": [2.0]}),
+        ["rope_scaling.factor: the value is of the wrong kind; expected a positive, finite number; got [2.0]"],
+    ),
+    "two thetas": (
+        sizes(rope_parameters={"rope_theta": 7.0}),
+        ["rope_theta: the config gives two values; expected 7.0 as in its RoPE parameters; got 1000000"],
+    ),
+    "Mistral's window": (
+        sizes(sliding_window=64, use_sliding_window=None),
+        ["m/config.json: sliding_window: family 'qwen3_dense_mtp' does not model a sliding window", "got 64", "say so"],
+    ),
+    "more modules than one": (
+        config(num_nextn_predict_layers=3),
+        ["m/config.json: num_nextn_predict_layers: family 'qwen3_dense_mtp' does not model this setting; expected 1; got 3"],
+    ),
+    "a bias that the file has not": (
+        sizes(attention_bias=True),
+        [f"no tensor for weight 'layer.attn.q_bias'; expected '{L}self_attn.q_proj.bias'"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), REFUSED.values(), ids=REFUSED)
+def test_refused(damage: Damage, said: list[str]) -> None:
+    damage()
+    with pytest.raises(CheckpointError) as caught:
+        bind("auto", model="m").load_weights(positions=4)
+    message = str(caught.value)
+    place = 0
+    for part in said:
+        place = message.find(part, place)
+        assert place >= 0, f"{part!r} is not in, or not in this order in: {message}"
+    assert not Path("ran").exists(), "code of a checkpoint ran"
+
+
+# -- what is legal: the damage; the weights are those of the whole checkpoint -----------------------------------------
+
+LEGAL: dict[str, Damage] = {
+    "sharded": shards,
+    "a shard that is not needed is absent": lambda: shards(lambda where: where.update({"lm_head.weight": "c.safetensors"})),
+    "the same tensor in two shards: the index decides": lambda: (
+        shards(),
+        tensors(
+            lambda data: data.update({name: torch.zeros(3) for name in load_file(FOLDER / "b.safetensors")}),
+            FOLDER / "a.safetensors",
+        )(),
+    ),
+    "a tensor in a shard that the index does not know": lambda: (
+        shards(),
+        tensors(lambda data: data.update({f"{L}old.weight": torch.zeros(3)}), FOLDER / "a.safetensors")(),
+    ),
+    "another file name": lambda: FILE.rename(FOLDER / "head.safetensors"),
+    "PyTorch's file": pickled(),
+    "PyTorch's file of old": pickled(_use_new_zipfile_serialization=False),
+    "PyTorch's file of another name": in_turn(pickled(), lambda: PICKLE.rename(FOLDER / "medusa_lm_head.pt")),
+    "PyTorch's shards": pickled_shards,
+    "a trainer's files beside a pickle": in_turn(
+        pickled(),
+        lambda: [torch.save(RunsCode(), FOLDER / name) for name in ("training_args.bin", "optimizer.pt", "rng_state_0.pth")],
+    ),
+    "a pickle beside safetensors is not read": lambda: torch.save(RunsCode(), PICKLE),
+    "strided views in a pickle": pickled(
+        lambda data: {name: torch.stack([tensor, tensor], -1)[..., 0] for name, tensor in data.items()}
+    ),
+    "parameters in a pickle": pickled(lambda data: {name: torch.nn.Parameter(tensor) for name, tensor in data.items()}),
+    "a copy of the target's lm_head, even a wrong one": add("lm_head.weight", torch.randn(512, 64)),
+    "an empty copy of the embedding": add("embed_tokens.weight", torch.zeros(0, 64)),
+    "a quantised copy of the lm_head": tensors(
+        lambda data: data.update({"lm_head.weight": torch.zeros(512, 64).to(FP8), "lm_head.weight_scale": torch.ones(1)})
+    ),
+    "scales of activations and of a cache": tensors(
+        lambda data: data.update({f"{L}mlp.up_proj.input_scale": torch.ones(1), f"{L}self_attn.k_proj.k_scale": torch.ones(1)})
+    ),
+    "another layer index": tensors(
+        lambda data: [data.update({name.replace(".0.", ".48.", 1): data.pop(name)}) for name in list(data) if name.startswith(L)]
+    ),
+    "nulls": sizes(rope_scaling=None, sliding_window=None, layer_types=None, rope_parameters=None),
+    "keys that nobody asks for": in_turn(config(auto_map={"AutoModel": "x.y"}, extra=[1, {"a": None}]), sizes(pad_token_id=-1)),
+    "a window as long as the context": sizes(sliding_window=4096, use_sliding_window=None),
+    "rope parameters under each attention kind": sizes(
+        rope_theta=None,
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 1000000},
+            "sliding_attention": {"rope_theta": 1.5},
+        },
+    ),
+    "theta in two places that agree": sizes(rope_parameters={"rope_theta": 1000000.0, "rope_type": "default"}),
+}
+
+
+@pytest.mark.parametrize("damage", LEGAL.values(), ids=LEGAL)
+def test_legal(damage: Damage) -> None:
+    whole = bind("auto", model=FIXTURES / "qwen3_dense_mtp").load_weights(positions=4)
+    damage()
+    weights = bind("auto", model="m").load_weights(positions=4)
+    assert weights.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(weights[name], tensor), name
+        assert weights[name].is_contiguous()
+    assert not Path("ran").exists(), "code of a checkpoint ran"
