@@ -62,7 +62,7 @@ class FamilyFile(_Strict):
     program: str
     default: bool = False
     stored: Literal["in_target", "alone"]
-    recognise: list[dict[str, list[ConfigValue] | Literal["present"]]] = Field(min_length=1)
+    recognise: list[dict[str, list[ConfigValue] | Literal["present", "absent"]]] = Field(min_length=1)
     sections: list[str] = Field(default_factory=lambda: [""], min_length=1)
     target: str | None = None
     supports: dict[str, list[ConfigValue]] = Field(default_factory=dict)
@@ -203,15 +203,15 @@ def recognise(config: RawConfig, program: str | None = None) -> Family:
 def _conditions(family: Family) -> str:
     cases = []
     for case in family.file.recognise:
-        wanted = [f"{key} {'present' if value == 'present' else '/'.join(map(str, value))}" for key, value in case.items()]
+        wanted = [f"{key} {value if isinstance(value, str) else '/'.join(map(str, value))}" for key, value in case.items()]
         cases.append(" and ".join(wanted))
     return " or ".join(cases)
 
 
 def _holds(config: RawConfig, key: str, wanted: list[ConfigValue] | str) -> bool:
     value = config.get(key)
-    if wanted == "present":
-        return value is not None
+    if isinstance(wanted, str):
+        return (value is not None) == (wanted == "present")
     values = value if isinstance(value, list) else [value]
     return any(item in wanted for item in values)
 

@@ -166,8 +166,10 @@ class _Resolver:
         return holds
 
     def _switch(self, name: str, where: Location, *values: SwitchValue) -> SwitchValue | None:
+        if name in self.file.facts:  # decided by the program for good, whatever else a block could do
+            return self.file.facts[name]
         if name not in self.switches:
-            self._fault(f"no switch '{name}'", where, hint=did_you_mean(name, self.switches))
+            self._fault(f"no switch '{name}'", where, hint=did_you_mean(name, [*self.switches, *self.file.facts]))
             return None
         for value in values:
             if value not in self.file.switches[name]:
@@ -482,6 +484,8 @@ class _Resolver:
             value = self.params[expression.name]
         elif isinstance(expression, Ref) and expression.name in self.switches:
             value = self.switches[expression.name]
+        elif isinstance(expression, Ref) and expression.name in self.file.facts:
+            value = self.file.facts[expression.name]
         elif isinstance(expression, Ref) and attr.choices:
             value = expression.name
         elif isinstance(expression, Ref) and expression.name not in self.dims:

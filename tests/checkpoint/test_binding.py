@@ -310,7 +310,9 @@ def test_a_key_that_the_program_needs() -> None:
 def test_an_unknown_model() -> None:
     model = edited("mimo_mtp", config={"model_type": "mimo_v2"})
     assert refusal(lambda: bind("auto", model=model)).startswith(
-        "m/config.json: no family recognises this config; expected eagle3_llama: model_type llama and draft_vocab_size present; "
+        "m/config.json: no family recognises this config; expected eagle1_llama: model_type llama and num_hidden_layers 1 and "
+        "draft_vocab_size absent and architectures LlamaForCausalLM/LlamaForCausalLMEagle/EagleLlamaForCausalLM; "
+        "eagle3_llama: model_type llama and draft_vocab_size present; "
         "llama_mtp: model_type llama_mtp; mimo_mtp: model_type mimo; "
     )
     assert bind("mtp_dense", model=model, family="mimo_mtp").family == "mimo_mtp"
