@@ -17,6 +17,8 @@ SMALL = {
     "intermediate_size": 80,
     "vocab_size": 131,
     "draft_vocab_size": 40,
+    "medusa_num_heads": 3,
+    "medusa_num_layers": 2,
     "rms_norm_eps": 1e-6,
     "attention_scale": 0.25,
 }

@@ -15,7 +15,7 @@ from ..circuit.ir import Circuit, Weight
 from ..circuit.types import FLOAT_DTYPES
 from ..errors import CheckpointError, Fault, did_you_mean
 from .config import ModelConfig, find_value
-from .family import Family, layers_found
+from .family import Family, filled, layers_found
 from .files import TensorFiles, TensorInfo
 from .model import Model
 
@@ -107,7 +107,8 @@ class Account:
         raise CheckpointError(self.faults)
 
     def _names(self, weight: str) -> list[str]:
-        return [name.replace("{layer}", str(self.layer)) for name in self.family.candidates(weight)]
+        values = {**self.config.values, "layer": self.layer}
+        return [filled(name, values) for name in self.family.candidates(weight)]
 
     def _candidates(self, weight: Weight) -> list[str]:
         names = self._names(weight.name)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import TypeAlias
 
 from ..errors import CircuitgraphError, Fault, Location, ProgramError, did_you_mean
-from .expressions import Statement, parse_statement
-from .schema import BlockFile, BlockWeights, ProgramFile, SwitchValue, WhenDecl
+from .expressions import Call, Expression, Ref, Statement, parse_expression, parse_statement
+from .schema import BlockFile, BlockWeights, ProgramFile, RepeatDecl, SwitchValue, WhenDecl
 from .source import Key, Places, read_yaml
 
 PROGRAMS = Path(str(resources.files("circuitgraph.programs")))
@@ -19,15 +20,29 @@ class When:
     """Statements under a condition on switches."""
 
     condition: tuple[tuple[str, SwitchValue], ...]
-    do: tuple[Statement | When, ...]
-    otherwise: tuple[Statement | When, ...]
+    do: Body
+    otherwise: Body
     where: Location
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Statements for each value of `index`, 0..count-1. `collect`: a name after the loop, the op that joins, a name inside."""
+
+    index: str
+    count: int | str
+    do: Body
+    collect: tuple[tuple[str, str, str, Location], ...]
+    where: Location
+
+
+Body: TypeAlias = "tuple[Statement | When | Repeat, ...]"
 
 
 @dataclass(frozen=True)
 class Block:
     file: BlockFile
-    body: tuple[Statement | When, ...]
+    body: Body
     places: Places
 
 
@@ -36,7 +51,7 @@ class Program:
     """A program file, its body parsed, with the blocks that it and they use."""
 
     file: ProgramFile
-    body: tuple[Statement | When, ...]
+    body: Body
     blocks: dict[str, Block]
     places: Places
 
@@ -112,12 +127,14 @@ def _load_blocks(
             faults.append(Fault(f"the file is called '{name}' but says 'block: {file.block}'", where=places["block",]))
         for arg in set(file.args) & set(file.weights):
             faults.append(Fault(f"'{arg}' is declared in args and in weights", where=places["weights", arg]))
+        for number in set(file.numbers) & {*file.args, *file.weights}:
+            faults.append(Fault(f"'{number}' is declared twice", where=places["numbers", number]))
         blocks[name] = Block(file, _parse_body(file.body, ("body",), places, faults), places)
         _load_blocks(_used_blocks(file.weights, places), folders, blocks, (*path, name), faults)
 
 
-def _parse_body(items: list, key: Key, places: Places, faults: list[Fault]) -> tuple[Statement | When, ...]:
-    body: list[Statement | When] = []
+def _parse_body(items: list, key: Key, places: Places, faults: list[Fault]) -> Body:
+    body: list[Statement | When | Repeat] = []
     for index, item in enumerate(items):
         here = (*key, index)
         if isinstance(item, WhenDecl):
@@ -125,8 +142,29 @@ def _parse_body(items: list, key: Key, places: Places, faults: list[Fault]) -> t
             otherwise = _parse_body(item.otherwise, (*here, "otherwise"), places, faults)
             body.append(When(tuple(item.when.items()), do, otherwise, places[here]))
             continue
+        if isinstance(item, RepeatDecl):
+            ((index, count),) = item.repeat.items()
+            do = _parse_body(item.do, (*here, "do"), places, faults)
+            joins = []
+            for name, text in item.collect.items():
+                where = places[(*here, "collect", name)]
+                try:
+                    joins.append((name, *_join(parse_expression(text, where), where), where))
+                except ProgramError as error:
+                    faults.extend(error.faults)
+            body.append(Repeat(index, count, do, tuple(joins), places[here]))
+            continue
         try:
             body.append(parse_statement(item, places[here]))
         except ProgramError as error:
             faults.extend(error.faults)
     return tuple(body)
+
+
+def _join(expression: Expression, where: Location) -> tuple[str, str]:
+    """`op(name)` of a `collect`."""
+    if isinstance(expression, Call) and len(expression.args) == 1 and not expression.kwargs:
+        (inside,) = expression.args
+        if isinstance(inside, Ref):
+            return expression.function, inside.name
+    raise ProgramError(Fault("what is collected is written op(name)", where=where))

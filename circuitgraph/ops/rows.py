@@ -191,6 +191,42 @@ class Cat(Op):
         return [Sample((TensorType("f32", (rows, 17)), TensorType("f32", (rows, 8))), {})]
 
 
+@register
+class Columns(Op):
+    """Vectors [n] side by side: y[i, j] = x_j[i]. What several heads drafted, as one tensor."""
+
+    name = "columns"
+    inputs = ("x",)
+    variadic = True
+
+    @staticmethod
+    def infer(types, attrs, ctx):
+        for item in types:
+            need_rank(item, (1,), "x")
+            if item != types[0]:
+                raise TypeRuleError("columns joins vectors of one type", expected=str(types[0]), got=str(item))
+            if item.dtype not in ("i32", "f32"):
+                raise TypeRuleError("columns joins i32 or f32", got=str(item))
+        return (TensorType(types[0].dtype, (types[0].shape[0], len(types))),)
+
+    @staticmethod
+    def reference(args, attrs, ctx):
+        return (torch.stack(list(args), dim=-1),)
+
+    @staticmethod
+    def cost(ins, outs, attrs, context):
+        return element_cost(ins, outs, 0)
+
+    @staticmethod
+    def samples(rows):
+        whole = TensorType("i32", (rows,))
+
+        def tensors(generator):
+            return [torch.randint(-9, 9, (rows,), generator=generator, dtype=torch.int32) for _ in range(3)]
+
+        return [Sample((whole,) * 3, {}, tensors), Sample((TensorType("f32", (rows,)),) * 2, {})]
+
+
 def _elementwise(arity: int):
     def infer(types, attrs, ctx):
         need_float(types, *range(arity))

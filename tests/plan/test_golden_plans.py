@@ -20,6 +20,8 @@ from circuitgraph.plan.text import format_plan
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "plans"
 CASES = [("draft", 1), ("draft", 2), ("draft", 4), ("draft", 8), ("draft", 16), ("context", 64), ("logits", 4)]
 
+SMALL = {"columns", "cat", "heads"}
+
 
 class PlanFiles(SingleFileSnapshotExtension):
     """One .txt per plan under tests/golden/plans."""
@@ -45,12 +47,14 @@ def rules():
 @pytest.mark.parametrize("family", sorted(shipped_families()))
 @pytest.mark.parametrize(("entry", "rows"), CASES)
 def test_plan_is_as_committed(family, entry, rows, rules, snapshot):
-    program = load_family(family).file.program
-    plan = plan_piece(Run(), load_circuit(program, family=family), entry, rows, "cpu", rules)
+    circuit = load_circuit(load_family(family).file.program, family=family)
+    if entry not in {known.name for known in circuit.entries}:
+        pytest.skip(f"{circuit.name} has no such entry")
+    plan = plan_piece(Run(), circuit, entry, rows, "cpu", rules)
     assert isinstance(plan, Plan)
     assert format_plan(plan) == snapshot(name=f"cpu-{family}-{entry}-{rows}", extension_class=PlanFiles)
-    # A shipped program has no node that only the generic kernel would take.
-    assert ROWS not in {group.pattern for group in plan.groups}
+    # Only what moves a few numbers a row is left to the generic kernel.
+    assert {node.op for group in plan.groups if group.pattern == ROWS for node in group.nodes} <= SMALL
 
 
 def test_digest_tells_plans_apart(rules):
