@@ -13,7 +13,8 @@ from circuitgraph.checkpoint import bind
 from circuitgraph.errors import CheckpointError
 from circuitgraph.runtime import DraftRunner, ReferenceRunner
 from tests.fixture_cases import FIXTURES, Cases, fixture_tensors, target_of
-from tests.test_fixtures import MAIN, NAMES
+from tests.test_fixtures import COMPILED as NAMES
+from tests.test_fixtures import MAIN
 
 WIDTHS = (1, 3)
 

@@ -10,7 +10,8 @@ import torch
 from circuitgraph.checkpoint import bind
 from tests.fixture_cases import FIXTURES, Cases, Interpreted, Row, fixture_tensors, target_of
 
-NAMES = ("qwen3_dense_mtp", "qwen3_5_mtp", "mimo_mtp", "eagle1_llama")
+COMPILED = ("qwen3_dense_mtp", "qwen3_5_mtp", "mimo_mtp", "eagle1_llama")
+NAMES = (*COMPILED, "qwen3_next_mtp", "glm4_moe_mtp")
 MAIN = {"mimo_mtp": {"mask_first": False}}
 """Where a fixture's main cases follow another engine than the family's defaults do."""
 
@@ -114,6 +115,11 @@ def test_hidden_before_the_final_norm(name: str) -> None:
         ("qwen3_5_mtp", {"norm": "plain"}),
         ("mimo_mtp", {"concat": "embed_first"}),
         ("mimo_mtp", {"mask_first": True}),
+        ("qwen3_next_mtp", {"renormalise": False}),
+        ("qwen3_next_mtp", {"scoring": "sigmoid"}),
+        ("qwen3_next_mtp", {"norm": "plain"}),
+        ("glm4_moe_mtp", {"scoring": "softmax"}),
+        ("glm4_moe_mtp", {"renormalise": False}),
         ("eagle1_llama", {"concat": "hidden_first"}),
         ("eagle1_llama", {"rope_style": "interleaved"}),
     ],

@@ -220,11 +220,12 @@ class Account:
         """Waived tensors; a fault for every other tensor under a prefix that no weight uses."""
         if self.model.tensors is None:
             return []
-        used = {ref.name for ref in self.refs.values() if ref.source == "drafter"}
+        used = {part for ref in self.refs.values() if ref.source == "drafter" for part in self.model.tensors.parts(ref.name)}
+        prefixes = tuple(filled(prefix, {"layer": self.layer}) for prefix in self.family.file.prefixes)
         refused = {fault.subject for fault in self.faults}
         rows = []
         for name in self.model.tensors:
-            if name in used or name in refused or not name.startswith(tuple(self.family.file.prefixes)):
+            if name in used or name in refused or not name.startswith(prefixes):
                 continue
             reason = self.family.waiver(name)
             if reason is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -69,6 +70,7 @@ class FamilyFile(_Strict):
     sections: list[str] = Field(default_factory=lambda: [""], min_length=1)
     sizes: Literal["own", "target"] = "own"
     counts: dict[str, str] = Field(default_factory=dict)
+    values: dict[str, StrictInt | float | StrictStr] = Field(default_factory=dict)
     target: str | None = None
     supports: dict[str, list[ConfigValue]] = Field(default_factory=dict)
     switches: dict[str, SwitchValue | ConfigSwitch] = Field(default_factory=dict)
@@ -117,7 +119,19 @@ class Family:
                 )
         if faults:
             raise CheckpointError(faults)
-        return config
+        return replace(config, values={**config.values, **self._values(config)})
+
+    def _values(self, config: ModelConfig) -> dict[str, Any]:
+        """What the program calls otherwise than the config, and what stands for a key that the config lacks."""
+        made: dict[str, Any] = {}
+        for key, text in self.file.values.items():
+            if config.find(key) is not None:
+                made[key] = config.find(key)
+                continue
+            parts = [made.get(name, config.find(name)) for name in text.split(" * ")] if isinstance(text, str) else [text]
+            if None not in parts:  # otherwise the program's key is missing, which is told where it is needed
+                made[key] = math.prod(parts)
+        return made
 
     def switches(self, config: ModelConfig) -> dict[str, SwitchValue]:
         """What the family says of a model with this config.

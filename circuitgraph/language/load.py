@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import TypeAlias
 
 from ..errors import CircuitgraphError, Fault, Location, ProgramError, did_you_mean
 from .expressions import Call, Expression, Ref, Statement, parse_expression, parse_statement
-from .schema import BlockFile, BlockWeights, ProgramFile, RepeatDecl, SwitchValue, WhenDecl
-from .source import Key, Places, read_yaml
+from .schema import BlockFile, BlockWeights, DerivedFile, ProgramFile, RepeatDecl, SwitchValue, WhenDecl
+from .source import Key, MergedPlaces, Places, read_yaml
 
 PROGRAMS = Path(str(resources.files("circuitgraph.programs")))
 
@@ -88,29 +89,59 @@ def load_program(name_or_path: str | Path) -> Program:
         ProgramError: every fault of every file read, each with its line.
     """
     path = find_program(name_or_path)
-    file, places = read_yaml(path, ProgramFile)
+    file, places = _read_program(path, ())
     faults: list[Fault] = []
     body = _parse_body(file.body, ("body",), places, faults)
     blocks: dict[str, Block] = {}
     folders = [path.parent / "blocks", PROGRAMS / "blocks"]
-    _load_blocks(_used_blocks(file.weights, places), folders, blocks, (), faults)
+    _load_blocks(_used_blocks(file.weights, places), _Library(folders, file.blocks, blocks, faults), {}, ())
+    faults += [
+        Fault(f"no block of the program has a place '{slot}'", where=places["blocks", slot], hint=did_you_mean(slot, blocks))
+        for slot in file.blocks
+        if slot not in blocks
+    ]
     if faults:
         raise ProgramError(faults)
     return Program(file, body, blocks, places)
+
+
+def _read_program(path: Path, before: tuple[Path, ...]) -> tuple[ProgramFile, Places]:
+    """A program file, laid over the one that it extends, if it does."""
+    if path.is_file() and re.search(r"^extends:", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE):
+        derived, places = read_yaml(path, DerivedFile)
+        if path.resolve() in before:
+            raise ProgramError(Fault(f"program '{derived.program}' extends itself", where=places["extends",]))
+        beside = path.parent / f"{derived.extends}.yaml"
+        base, base_places = _read_program(
+            beside if beside.is_file() else find_program(derived.extends), (*before, path.resolve())
+        )
+        return derived.over(base), MergedPlaces(places, base_places)
+    return read_yaml(path, ProgramFile)
+
+
+@dataclass(frozen=True)
+class _Library:
+    """Where blocks are found, which ones stand in a program's slots, and what was loaded."""
+
+    folders: list[Path]
+    chosen: dict[str, str]
+    blocks: dict[str, Block]
+    faults: list[Fault]
 
 
 def _used_blocks(weights: dict, places: Places) -> dict[str, Location]:
     return {decl.block: places["weights", name] for name, decl in weights.items() if isinstance(decl, BlockWeights)}
 
 
-def _load_blocks(
-    used: dict[str, Location], folders: list[Path], blocks: dict[str, Block], path: tuple[str, ...], faults: list[Fault]
-) -> None:
-    for name, where in used.items():
+def _load_blocks(used: dict[str, Location], library: _Library, slots: dict[str, str], path: tuple[str, ...]) -> None:
+    """`slots`: names that stand for another block unless the program chooses one."""
+    blocks, faults, folders = library.blocks, library.faults, library.folders
+    for called, where in used.items():
+        name = library.chosen.get(called, slots[called]) if called in slots else called
         if name in path:
             faults.append(Fault(f"block '{name}' uses itself: {' -> '.join((*path, name))}", where=where))
             continue
-        if name in blocks:
+        if called in blocks:
             continue
         files = [folder / f"{name}.yaml" for folder in folders]
         found = next((file for file in files if file.is_file()), None)
@@ -129,8 +160,8 @@ def _load_blocks(
             faults.append(Fault(f"'{arg}' is declared in args and in weights", where=places["weights", arg]))
         for number in set(file.numbers) & {*file.args, *file.weights}:
             faults.append(Fault(f"'{number}' is declared twice", where=places["numbers", number]))
-        blocks[name] = Block(file, _parse_body(file.body, ("body",), places, faults), places)
-        _load_blocks(_used_blocks(file.weights, places), folders, blocks, (*path, name), faults)
+        blocks[called] = Block(file, _parse_body(file.body, ("body",), places, faults), places)
+        _load_blocks(_used_blocks(file.weights, places), library, file.slots, (*path, name))
 
 
 def _parse_body(items: list, key: Key, places: Places, faults: list[Fault]) -> Body:

@@ -186,7 +186,7 @@ class _Resolver:
             where = self.program.places["inputs", name]
             decl = decl if isinstance(decl, InputDecl) else InputDecl(type=decl)
             parsed = self._type(decl.type, where, name)
-            source = str(self.switches.get(decl.source, decl.source))
+            source = str({**self.file.facts, **self.switches}.get(decl.source, decl.source))
             if parsed is not None:
                 inputs.append(Input(name, parsed, source))
         return tuple(inputs)

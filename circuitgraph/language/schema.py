@@ -85,6 +85,7 @@ class BlockFile(_Strict):
     doc: str
     args: list[str]
     numbers: dict[str, StrictInt] = Field(default_factory=dict)
+    slots: dict[str, str] = Field(default_factory=dict)
     weights: dict[str, str | WeightDecl | BlockWeights] = Field(default_factory=dict)
     body: list[str | WhenDecl | RepeatDecl] = Field(min_length=1)
     returns: list[str] = Field(min_length=1)
@@ -93,6 +94,7 @@ class BlockFile(_Strict):
 class ProgramFile(_Strict):
     program: str
     doc: str = ""
+    blocks: dict[str, str] = Field(default_factory=dict)
     dims: dict[str, StrictInt | StrictStr] = Field(default_factory=dict)
     params: dict[str, StrictInt | float | StrictStr] = Field(default_factory=dict)
     switches: dict[str, list[SwitchValue]] = Field(default_factory=dict)
@@ -106,3 +108,32 @@ class ProgramFile(_Strict):
     outputs: dict[str, str]
     effects: dict[str, str] = Field(default_factory=dict)
     entries: dict[str, EntryDecl]
+
+
+class DerivedFile(_Strict):
+    """A program that is another one with some things added or replaced, key by key; `null` takes a key away."""
+
+    program: str
+    extends: str
+    doc: str = ""
+    blocks: dict[str, str] = Field(default_factory=dict)
+    dims: dict[str, StrictInt | StrictStr | None] = Field(default_factory=dict)
+    params: dict[str, StrictInt | float | StrictStr | None] = Field(default_factory=dict)
+    switches: dict[str, list[SwitchValue] | None] = Field(default_factory=dict)
+    facts: dict[str, SwitchValue] = Field(default_factory=dict)
+    inputs: dict[str, str | InputDecl | None] = Field(default_factory=dict)
+    state: dict[str, StateDecl | None] = Field(default_factory=dict)
+    tables: dict[str, TableDecl | None] = Field(default_factory=dict)
+    weights: dict[str, str | WeightDecl | BlockWeights | None] = Field(default_factory=dict)
+    outputs: dict[str, str | None] = Field(default_factory=dict)
+    entries: dict[str, EntryDecl | None] = Field(default_factory=dict)
+
+    def over(self, base: ProgramFile) -> ProgramFile:
+        """The whole program. What became a fact is no switch any more."""
+        sections = ("blocks", "dims", "params", "switches", "facts", "inputs", "state", "tables", "weights", "outputs", "entries")
+        merged = {}
+        for section in sections:
+            both = {**getattr(base, section), **getattr(self, section)}
+            merged[section] = {key: value for key, value in both.items() if value is not None}
+        merged["switches"] = {key: value for key, value in merged["switches"].items() if key not in self.facts}
+        return base.model_copy(update={"program": self.program, "doc": self.doc, **merged})

@@ -43,6 +43,11 @@ class Embed(Op):
         return (torch.nn.functional.embedding(ids.long(), table).to(ctx.torch_act),)
 
     @staticmethod
+    def reads(position, ins, attrs):
+        ids, table = ins
+        return table.bytes() // int(table.shape[0]) * ids.elements() if position == 1 else None
+
+    @staticmethod
     def cost(ins, outs, attrs, context):
         return element_cost((ins[0], *outs), outs, 0)
 
@@ -279,6 +284,34 @@ class Mul(Op):
     @staticmethod
     def cost(ins, outs, attrs, context):
         return element_cost(ins, outs, 1)
+
+
+@register
+class ScaleRows(Op):
+    """y[i] = x[i] * factor[i, 0]: a gate with one number a row."""
+
+    name = "scale_rows"
+    inputs = ("x", "factor")
+
+    @staticmethod
+    def infer(types, attrs, ctx):
+        x, factor = types
+        need_float(types, 0, 1)
+        need_rank(x, (2,), "x")
+        need_shape(factor, (x.shape[0], 1), "the factor")
+        return (x,)
+
+    @staticmethod
+    def reference(args, attrs, ctx):
+        return ((args[0].float() * args[1].float()).to(args[0].dtype),)
+
+    @staticmethod
+    def cost(ins, outs, attrs, context):
+        return element_cost(ins, outs, 1)
+
+    @staticmethod
+    def samples(rows):
+        return [Sample((TensorType("f32", (rows, 21)), TensorType("f32", (rows, 1))), {})]
 
 
 @register
