@@ -260,3 +260,9 @@ class Cases:
 def fixture_tensors(name: str) -> dict[str, torch.Tensor]:
     """Every tensor of a fixture's cases."""
     return load_file(FIXTURES / name / "cases.safetensors")
+
+
+def target_of(name: str) -> Path | None:
+    """The folder of the target that a fixture's drafter borrows from, where it has one."""
+    folder = FIXTURES / name / "target"
+    return folder if folder.is_dir() else None

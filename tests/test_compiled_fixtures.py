@@ -12,8 +12,9 @@ import circuitgraph
 from circuitgraph.checkpoint import bind
 from circuitgraph.errors import CheckpointError
 from circuitgraph.runtime import DraftRunner, ReferenceRunner
-from tests.fixture_cases import FIXTURES, Cases, fixture_tensors
-from tests.test_fixtures import MAIN, NAMES
+from tests.fixture_cases import FIXTURES, Cases, fixture_tensors, target_of
+from tests.test_fixtures import COMPILED as NAMES
+from tests.test_fixtures import MAIN
 
 WIDTHS = (1, 3)
 
@@ -45,6 +46,7 @@ def artifacts(tmp_path_factory):
         circuitgraph.compile(
             "auto",
             model=FIXTURES / name,
+            target_model=target_of(name),
             out=path,
             widths=WIDTHS,
             context_rows=(4,),
@@ -57,10 +59,7 @@ def artifacts(tmp_path_factory):
 
 
 def load(path, name: str) -> DraftRunner:
-    target = FIXTURES / name / "target"
-    return circuitgraph.load(
-        path, model=FIXTURES / name, target_model=target if target.is_dir() else None, max_position=64, threads=2
-    )
+    return circuitgraph.load(path, model=FIXTURES / name, target_model=target_of(name), max_position=64, threads=2)
 
 
 @pytest.mark.parametrize("case", ["a", "b", "c", "d", "d_without_overwrite"])
@@ -77,7 +76,8 @@ def test_cases(name: str, case: str, artifacts) -> None:
 def test_a_wrong_weight_is_seen(name: str, artifacts) -> None:
     """The control: one perturbed weight must fail the same case."""
     runner = load(artifacts(name), name)
-    runner.rebind({"layer.attn.k_proj": (runner.weights["layer.attn.k_proj"].float() * 1.05).to(torch.bfloat16)})
+    k_proj = next(weight for weight in runner.weights if weight.endswith("attn.k_proj"))
+    runner.rebind({k_proj: (runner.weights[k_proj].float() * 1.05).to(runner.weights[k_proj].dtype)})
     with pytest.raises(AssertionError):
         Cases(fixture_tensors(name), runner.circuit.states[0], Run(runner)).check_a()
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from circuitgraph.checkpoint import bind
-from tests.fixture_cases import FIXTURES, Cases, Interpreted, Row, fixture_tensors
+from tests.fixture_cases import FIXTURES, Cases, Interpreted, Row, fixture_tensors, target_of
 
-NAMES = ("qwen3_dense_mtp", "qwen3_5_mtp", "mimo_mtp")
+COMPILED = ("qwen3_dense_mtp", "qwen3_5_mtp", "mimo_mtp", "eagle1_llama")
+NAMES = (*COMPILED, "qwen3_next_mtp", "glm4_moe_mtp")
 MAIN = {"mimo_mtp": {"mask_first": False}}
 """Where a fixture's main cases follow another engine than the family's defaults do."""
 
@@ -30,7 +31,7 @@ def tensors_of(name: str) -> dict[str, torch.Tensor]:
 
 
 def cases_of(name: str, prefix: str = "", keys: str = "tpos", **switches) -> Cases:
-    bound = bind("auto", model=FIXTURES / name, switches={**MAIN.get(name, {}), **switches})
+    bound = bind("auto", model=FIXTURES / name, target_model=target_of(name), switches={**MAIN.get(name, {}), **switches})
     forward = Interpreted(bound.circuit, bound.load_weights(positions=64))
     return Cases(tensors_of(name), bound.circuit.states[0], forward, prefix, keys)
 
@@ -72,8 +73,9 @@ def test_mimo_as_vllm_runs_it() -> None:
     cases.close_kv(cache, 0, 13, "")
 
 
-def test_skipping_the_catch_up_is_noticed() -> None:
-    cases_of("qwen3_5_mtp").check_d_without_overwrite()
+@pytest.mark.parametrize("name", [name for name in NAMES if "d.logits_if_no_overwrite" in tensors_of(name)])
+def test_skipping_the_catch_up_is_noticed(name: str) -> None:
+    cases_of(name).check_d_without_overwrite()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -90,7 +92,7 @@ def test_several_rows_of_a_sequence_in_one_call(name: str) -> None:
     cases.close_kv(cache, 0, 14, "d.")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if "b.prenorm" in tensors_of(name)])
 def test_hidden_before_the_final_norm(name: str) -> None:
     """recycle=pre_norm yields the residual sum. The chain is fed the fixture's own recycled hiddens and tokens."""
     cases = cases_of(name, recycle="pre_norm")
@@ -113,6 +115,13 @@ def test_hidden_before_the_final_norm(name: str) -> None:
         ("qwen3_5_mtp", {"norm": "plain"}),
         ("mimo_mtp", {"concat": "embed_first"}),
         ("mimo_mtp", {"mask_first": True}),
+        ("qwen3_next_mtp", {"renormalise": False}),
+        ("qwen3_next_mtp", {"scoring": "sigmoid"}),
+        ("qwen3_next_mtp", {"norm": "plain"}),
+        ("glm4_moe_mtp", {"scoring": "softmax"}),
+        ("glm4_moe_mtp", {"renormalise": False}),
+        ("eagle1_llama", {"concat": "hidden_first"}),
+        ("eagle1_llama", {"rope_style": "interleaved"}),
     ],
 )
 def test_a_wrong_switch_is_noticed(name: str, switches: dict) -> None:

@@ -453,3 +453,74 @@ def test_an_unknown_program() -> None:
     with pytest.raises(ProgramError) as caught:
         load_program("mtp_dens")
     assert str(caught.value) == "no program 'mtp_dens'. Did you mean 'mtp_dense'? Or give the path of a .yaml file."
+
+
+# -- repetition ----------------------------------------------------------------------------------------------------
+
+REPEATED = [
+    ("ffn: {block: tiny}", "ffn: {block: tiny, repeat: L}"),
+    ("dims: {H: hidden_size, V: 8}", "dims: {H: hidden_size, V: 8, L: layers}"),
+    (
+        "  - y = tiny(x, weights=ffn)\n",
+        "  - repeat: {i: L}\n    do:\n      - x = tiny(x, weights=ffn[i])\n    collect: {y: cat(x)}\n",
+    ),
+]
+
+
+def test_a_stack_of_layers() -> None:
+    circuit = load(REPEATED, config={**CONFIG, "layers": 3})
+    assert [weight.name for weight in circuit.weights][-3:] == ["ffn_0.down", "ffn_1.down", "ffn_2.down"]
+    assert [node.inputs for node in circuit.nodes][-4:] == [
+        ("x", "ffn_0.down"),
+        ("ffn_0.y", "ffn_1.down"),
+        ("ffn_1.y", "ffn_2.down"),
+        ("ffn_0.y", "ffn_1.y", "ffn_2.y"),
+    ]
+    check(circuit)
+    assert parse_circuit(format_circuit(circuit)) == circuit
+
+
+def test_indices_are_numbers_for_blocks_and_ops() -> None:
+    edits = [
+        *REPEATED,
+        ("args: [x]", "args: [x]\nnumbers: {at: 1}"),
+        (
+            "  - y = linear(x, down)",
+            "  - y = part(linear(x, down), start=at, size=H - 2)\n  - y = cat(y, part(y, start=0, size=2))",
+        ),
+    ]
+    text = [(old, new.replace("tiny(x, weights", "tiny(x, at=i, weights")) for old, new in edits]
+    starts = [node.attr["start"] for node in load(text, config={**CONFIG, "layers": 3}).nodes if node.op == "part"]
+    assert starts == [0, 0, 1, 0, 2, 0]
+    starts = [node.attr["start"] for node in load(edits, config={**CONFIG, "layers": 3}).nodes if node.op == "part"]
+    assert starts == [1, 0] * 3, "the default"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("ffn[i]", "ffn", "p.yaml:20: x: 'ffn' is repeated: which one?. Write ffn[0], or [i] in a loop."),
+        ("ffn[i]", "ffn[i + 1]", "p.yaml:20: x: 'ffn' has no [2]; expected 0..1"),
+        ("ffn[i]", "fc[i]", "p.yaml:20: x: 'fc' is no repeated block"),
+        ("ffn[i]", "ffn[k]", "p.yaml:20: x: unknown dimension 'k'"),
+        ("{i: L}", "{x: L}", "p.yaml:18: 'x' is the name of something else already"),
+        ("{i: L}", "{i: L - 2}", "p.yaml:21: y: nothing to collect: the loop runs 0 times"),
+        ("{i: L}", "{i: L - 3}", "p.yaml:18: i: 'L - 3' is -1; expected 0 or more"),
+        ("cat(x)", "add(x)", "p.yaml:21: y: 'add' is no op that joins; expected cat or columns"),
+        ("cat(x)", "cat", "p.yaml:21: what is collected is written op(name)"),
+        ("tiny(x, weights", "tiny(i, weights", "blocks/tiny.yaml:7: y: 0 is a number, not a value"),
+    ],
+)
+def test_repetitions_that_are_refused(old: str, new: str, message: str) -> None:
+    edits = [(a, b.replace(old, new)) for a, b in REPEATED]
+    assert message in refusal(edits, config={**CONFIG, "layers": 2})
+
+
+def test_facts_of_a_program_decide_its_blocks_switches() -> None:
+    edits = [
+        ("switches:\n", "facts: {bias: false}\nswitches:\n"),
+        ('  down: "wt[H, H]"', '  down: "wt[H, H]"\n  b: {type: "wt[H]", when: {bias: true}}'),
+    ]
+    circuit = load(edits)
+    assert "ffn.b" not in {weight.name for weight in circuit.weights}
+    assert ("bias", False) in circuit.facts

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..circuit.ir import Circuit, Weight
 from ..errors import CheckpointError, Fault, did_you_mean
 from .config import ModelConfig, find_value, scale_block
-from .family import Family, layers_found
+from .family import Family, filled, layers_found
 from .files import TensorFiles
 from .model import Model
 from .packed import Packed
@@ -110,7 +110,8 @@ class Account:
         raise CheckpointError(self.faults)
 
     def _names(self, weight: str) -> list[str]:
-        return [name.replace("{layer}", str(self.layer)) for name in self.family.candidates(weight)]
+        values = {**self.config.values, "layer": self.layer}
+        return [filled(name, values) for name in self.family.candidates(weight)]
 
     def _candidates(self, weight: Weight) -> list[str]:
         names = self._names(weight.name)
@@ -239,9 +240,13 @@ class Account:
         """Waived tensors; a fault for every other tensor under a prefix that no weight uses."""
         if self.model.tensors is None:
             return []
+        mine = (ref for ref in self.refs.values() if ref.source == "drafter")
+        used = {*self.claimed, *(part for ref in mine for part in self.model.tensors.parts(ref.name))}
+        prefixes = tuple(filled(prefix, {"layer": self.layer}) for prefix in self.family.file.prefixes)
+        refused = {fault.subject for fault in self.faults}
         rows = []
         for name in self.model.tensors:
-            if name in self.claimed or not name.startswith(tuple(self.family.file.prefixes)):
+            if name in used or name in refused or not name.startswith(prefixes):
                 continue
             reason = self._waiver(name)
             if reason is None:

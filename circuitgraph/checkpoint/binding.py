@@ -184,8 +184,8 @@ def bind(
     wanted = None if str(program) == "auto" else program
     chosen = load_family(family) if family is not None else recognise(opened.config, _program_name(wanted))
     loaded = load_program(wanted or chosen.file.program)
-    config = chosen.read_config(opened.config)
     opened = _with_target(opened, chosen)
+    config = chosen.counted(chosen.read_config(chosen.own_config(opened)), opened.tensors)
     _check_dims(loaded, config)
     _check_target(opened, config)
     decided = _decide(loaded, chosen, config, switches)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +16,8 @@ from ..language.load import PROGRAMS
 from ..language.schema import SwitchValue
 from ..language.source import Places, read_yaml
 from .config import ModelConfig, RawConfig, read_config
+from .files import TensorFiles
+from .model import Model
 
 FAMILIES = PROGRAMS / "families"
 
@@ -62,8 +66,11 @@ class FamilyFile(_Strict):
     program: str
     default: bool = False
     stored: Literal["in_target", "alone"]
-    recognise: list[dict[str, list[ConfigValue] | Literal["present"]]] = Field(min_length=1)
+    recognise: list[dict[str, list[ConfigValue] | Literal["present", "absent"]]] = Field(min_length=1)
     sections: list[str] = Field(default_factory=lambda: [""], min_length=1)
+    sizes: Literal["own", "target"] = "own"
+    counts: dict[str, str] = Field(default_factory=dict)
+    values: dict[str, StrictInt | float | StrictStr] = Field(default_factory=dict)
     target: str | None = None
     supports: dict[str, list[ConfigValue]] = Field(default_factory=dict)
     switches: dict[str, SwitchValue | ConfigSwitch] = Field(default_factory=dict)
@@ -113,7 +120,19 @@ class Family:
         window = None if faults else self._window(config)
         if faults or window is not None:
             raise CheckpointError([*faults, *([window] if window else [])])
-        return config
+        return replace(config, values={**config.values, **self._values(config)})
+
+    def _values(self, config: ModelConfig) -> dict[str, Any]:
+        """What the program calls otherwise than the config, and what stands for a key that the config lacks."""
+        made: dict[str, Any] = {}
+        for key, text in self.file.values.items():
+            if config.find(key) is not None:
+                made[key] = config.find(key)
+                continue
+            parts = [made.get(name, config.find(name)) for name in text.split(" * ")] if isinstance(text, str) else [text]
+            if None not in parts:  # otherwise the program's key is missing, which is told where it is needed
+                made[key] = math.prod(parts)
+        return made
 
     def _window(self, config: ModelConfig) -> Fault | None:
         """A fault where layers attend to a window only and the program does not.
@@ -164,8 +183,35 @@ class Family:
         """Tensor names that may hold `weight`, best first; `{layer}` still stands in them. Empty: the family has none."""
         if weight in self.file.borrowed:
             return tuple(self.file.borrowed[weight].names)
-        names = self.file.tensors.get(weight, [])
-        return (names,) if isinstance(names, str) else tuple(names)
+        if weight in self.file.tensors:
+            return _listed(self.file.tensors[weight])
+        for pattern, names in self.file.tensors.items():
+            indices = _indices(pattern, weight)
+            if indices:
+                return tuple(_with_indices(name, indices) for name in _listed(names))
+        return ()
+
+    def own_config(self, model: Model) -> RawConfig:
+        """The drafter's config; over the target's where this family's drafters leave their sizes to it.
+
+        Raises:
+            CheckpointError: there is no target's config to be read.
+        """
+        own = model.config
+        if self.file.sizes == "own" or own.get("hidden_size") is not None:
+            return own
+        if model.target is None:
+            hint = "Give target_model= (--target-model), the folder of the model that the drafter was made for."
+            message = f"drafters of family '{self.name}' have their sizes in the target's config, which is not given"
+            raise CheckpointError(Fault(message, where=own.file, hint=hint))
+        return RawConfig({**model.target.config.data, **own.data}, own.file)
+
+    def counted(self, config: ModelConfig, tensors: TensorFiles | None) -> ModelConfig:
+        """The config with those values that the file itself tells, whatever the config says."""
+        if tensors is None or not self.file.counts:
+            return config
+        found = {key: layers_found(pattern, tensors.names) for key, pattern in self.file.counts.items()}
+        return replace(config, values={**config.values, **{key: indices[-1] + 1 for key, indices in found.items() if indices}})
 
     def waiver(self, tensor: str) -> str | None:
         """Why `tensor` may stay unused, None where it may not."""
@@ -227,17 +273,43 @@ def recognise(config: RawConfig, program: str | None = None) -> Family:
 def _conditions(family: Family) -> str:
     cases = []
     for case in family.file.recognise:
-        wanted = [f"{key} {'present' if value == 'present' else '/'.join(map(str, value))}" for key, value in case.items()]
+        wanted = [f"{key} {value if isinstance(value, str) else '/'.join(map(str, value))}" for key, value in case.items()]
         cases.append(" and ".join(wanted))
     return " or ".join(cases)
 
 
 def _holds(config: RawConfig, key: str, wanted: list[ConfigValue] | str) -> bool:
     value = config.get(key)
-    if wanted == "present":
-        return value is not None
+    if isinstance(wanted, str):
+        return (value is not None) == (wanted == "present")
     values = value if isinstance(value, list) else [value]
     return any(item in wanted for item in values)
+
+
+def filled(name: str, values: Mapping[str, Any]) -> str:
+    """A tensor name with `{key}` replaced by that value; keys that are none of `values` stay."""
+    return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), name)
+
+
+def _listed(names: str | list[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _indices(pattern: str, weight: str) -> dict[str, int]:
+    """`layers_{i}.norm` and `layers_2.norm`: {i: 2}. Empty where they do not fit."""
+    parts = re.split(r"\{(\w+)\}", pattern)
+    expression = "".join(f"(?P<{part}>\\d+)" if odd % 2 else re.escape(part) for odd, part in enumerate(parts))
+    match = re.fullmatch(expression, weight) if len(parts) > 1 else None
+    return {name: int(value) for name, value in match.groupdict().items()} if match else {}
+
+
+def _with_indices(name: str, indices: Mapping[str, int]) -> str:
+    """`layers.{i+1}.norm` with i = 2: `layers.3.norm`."""
+
+    def number(match: re.Match[str]) -> str:
+        return str(indices[match[1]] + int(match[2] or 0)) if match[1] in indices else match[0]
+
+    return re.sub(r"\{(\w+)(\+\d+)?\}", number, name)
 
 
 def _matches(pattern: str, tensor: str) -> bool:

@@ -21,6 +21,14 @@ class Ref:
 
 
 @dataclass(frozen=True)
+class Item:
+    """One of a repeated block's weights: `layers[i]`."""
+
+    name: str
+    index: Expression
+
+
+@dataclass(frozen=True)
 class Literal:
     value: int | float | str | bool
 
@@ -41,7 +49,7 @@ class Call:
     kwargs: tuple[tuple[str, Expression], ...]
 
 
-Expression: TypeAlias = Ref | Literal | Arithmetic | Call
+Expression: TypeAlias = Ref | Item | Literal | Arithmetic | Call
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,8 @@ def _dotted(node: ast.expr, where: Location) -> str:
 def _expression(node: ast.expr, where: Location) -> Expression:
     if isinstance(node, ast.Name | ast.Attribute):
         return Ref(_dotted(node, where))
+    if isinstance(node, ast.Subscript):
+        return Item(_dotted(node.value, where), _expression(node.slice, where))
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | bool):
         return Literal(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):

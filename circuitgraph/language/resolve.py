@@ -16,8 +16,8 @@ from ..errors import Fault, Location, ProgramError, did_you_mean
 from ..ops import TABLE, OpContext, TypeRuleError
 from ..ops.base import REQUIRED, Op
 from ..ops.linear import MASK_BITS
-from .expressions import Arithmetic, Call, Expression, Literal, Ref, Statement, parse_expression
-from .load import Block, Program, When
+from .expressions import Arithmetic, Call, Expression, Item, Literal, Ref, Statement, parse_expression
+from .load import Block, Body, Program, Repeat, When
 from .schema import BlockWeights, InputDecl, SwitchValue, WeightDecl
 from .source import Places
 
@@ -44,9 +44,10 @@ class _Refused(Exception):
 
 @dataclass(frozen=True)
 class _Namespace:
-    """A prefix: `layer` in `layer.q_proj`."""
+    """A prefix: `layer` in `layer.q_proj`. Of a repeated block: `count` of them, prefix_0, prefix_1, ..."""
 
     prefix: str
+    count: int | None = None
 
 
 _POISON = Value("", StateType(""))
@@ -166,8 +167,10 @@ class _Resolver:
         return holds
 
     def _switch(self, name: str, where: Location, *values: SwitchValue) -> SwitchValue | None:
+        if name in self.file.facts:  # decided by the program for good, whatever else a block could do
+            return self.file.facts[name]
         if name not in self.switches:
-            self._fault(f"no switch '{name}'", where, hint=did_you_mean(name, self.switches))
+            self._fault(f"no switch '{name}'", where, hint=did_you_mean(name, [*self.switches, *self.file.facts]))
             return None
         for value in values:
             if value not in self.file.switches[name]:
@@ -183,7 +186,7 @@ class _Resolver:
             where = self.program.places["inputs", name]
             decl = decl if isinstance(decl, InputDecl) else InputDecl(type=decl)
             parsed = self._type(decl.type, where, name)
-            source = str(self.switches.get(decl.source, decl.source))
+            source = str({**self.file.facts, **self.switches}.get(decl.source, decl.source))
             if parsed is not None:
                 inputs.append(Input(name, parsed, source))
         return tuple(inputs)
@@ -220,10 +223,12 @@ class _Resolver:
             if not self._holds(decl.when.items(), where):
                 continue
             if isinstance(decl, BlockWeights):
-                scope[name] = everything[full] = _Namespace(full)
                 block = self.program.blocks[decl.block]
-                # Short names are for the block's own body (see _inline); here they would hide the program's.
-                self._declare_weights(block.file.weights, f"{full}.", block.places, {}, everything)
+                count = None if decl.repeat is None else self._count(decl.repeat, where, full)
+                scope[name] = everything[full] = _Namespace(full, count)
+                for prefix_of_one in [full] if decl.repeat is None else [f"{full}_{i}" for i in range(count or 0)]:
+                    # Short names are for the block's own body (see _inline); here they would hide the program's.
+                    self._declare_weights(block.file.weights, f"{prefix_of_one}.", block.places, {}, everything)
                 continue
             text: str | None = decl.type if isinstance(decl.type, str) else None
             if not isinstance(decl.type, str):
@@ -291,18 +296,34 @@ class _Resolver:
             return None
         return size
 
-    def _arithmetic(self, expression: Expression, where: Location, subject: str) -> int:
+    def _count(self, value: int | str, where: Location, subject: str) -> int:
+        """How often something is repeated: a dimension that may be 0."""
+        try:
+            number = value if isinstance(value, int) else self._arithmetic(parse_expression(value, where), where, subject)
+        except _Refused:
+            return 0
+        except ProgramError as error:
+            self.faults.extend(error.faults)
+            return 0
+        if number < 0:
+            self._fault(f"'{value}' is {number}", where, subject=subject, expected="0 or more")
+        return max(number, 0)
+
+    def _arithmetic(self, expression: Expression, where: Location, subject: str, scope: Mapping[str, Any] | None = None) -> int:
+        """A number of literals, dims and, with a scope, the numbers in it: loop indices and a block's `numbers`."""
         if isinstance(expression, Literal) and isinstance(expression.value, int):
             return expression.value
         if isinstance(expression, Ref):
+            if scope is not None and isinstance(scope.get(expression.name), int):
+                return scope[expression.name]
             if expression.name in self.dims:
                 return self.dims[expression.name]
             hint = did_you_mean(expression.name, self.dims)
             self._fault(f"unknown dimension '{expression.name}'", where, subject=subject, hint=hint)
             raise _Refused
         if isinstance(expression, Arithmetic):
-            left = self._arithmetic(expression.left, where, subject)
-            right = self._arithmetic(expression.right, where, subject)
+            left = self._arithmetic(expression.left, where, subject, scope)
+            right = self._arithmetic(expression.right, where, subject, scope)
             if expression.operator == "//" and (right == 0 or left % right):
                 self._fault(f"{left} // {right} is not whole", where, subject=subject)
                 raise _Refused
@@ -320,12 +341,15 @@ class _Resolver:
 
     # -- body --------------------------------------------------------------------------------------------------
 
-    def _body(self, body: Iterable[Statement | When], scope: dict[str, Any], prefix: str) -> None:
+    def _body(self, body: Body, scope: dict[str, Any], prefix: str) -> None:
         later = _assigned_names(body)
         for item in body:
             if isinstance(item, When):
                 chosen = item.do if self._holds(item.condition, item.where) else item.otherwise
                 self._body(chosen, scope, prefix)
+                continue
+            if isinstance(item, Repeat):
+                self._repeat(item, scope, prefix)
                 continue
             try:
                 values = self._evaluate(item.value, item, scope, prefix, later, item.targets)
@@ -336,6 +360,42 @@ class _Resolver:
                 self._fault(f"{len(values)} values are assigned to {names}", item.where)
                 values = (_POISON,) * len(item.targets)
             scope.update(zip(item.targets, values, strict=True))
+
+    def _repeat(self, item: Repeat, scope: dict[str, Any], prefix: str) -> None:
+        """The lines once for each index. Names live on from one to the next, so `x = layer(x, ...)` is a stack of layers."""
+        if item.index in scope:
+            self._fault(f"'{item.index}' is the name of something else already", item.where)
+            return
+        collected: dict[str, list[Value]] = {name: [] for name, *_ in item.collect}
+        for index in range(self._count(item.count, item.where, item.index)):
+            scope[item.index] = index
+            self._body(item.do, scope, prefix)
+            for name, _, inside, where in item.collect:
+                try:
+                    collected[name].append(self._lookup(inside, Statement((name,), Ref(inside), where), scope, {}))
+                except _Refused:
+                    collected[name].append(_POISON)
+        scope.pop(item.index, None)
+        for name, function, inside, where in item.collect:
+            scope[name] = self._join(name, function, inside, collected[name], where, prefix)
+
+    def _join(self, name: str, function: str, inside: str, values: list[Value], where: Location, prefix: str) -> Value:
+        op = TABLE.get(function)
+        if op is None or not op.variadic:
+            known = [other.name for other in TABLE.values() if other.variadic]
+            self._fault(f"'{function}' is no op that joins", where, subject=name, expected=" or ".join(known))
+            return _POISON
+        if not values or _POISON in values:
+            if not values:
+                self._fault("nothing to collect: the loop runs 0 times", where, subject=name)
+            return _POISON
+        at = Statement((name,), Ref(inside), where)
+        made = {f"{inside}{index}": value for index, value in enumerate(values)}
+        call = Call(function, tuple(map(Ref, made)), ())
+        try:
+            return self._apply(op, call, at, made, prefix, {}, (name,))[0]
+        except _Refused:
+            return _POISON
 
     def _evaluate(
         self,
@@ -348,6 +408,8 @@ class _Resolver:
     ) -> tuple[Any, ...]:
         if isinstance(expression, Ref):
             return (self._lookup(expression.name, at, scope, later),)
+        if isinstance(expression, Item):
+            return (self._item(expression, at, scope, later),)
         if not isinstance(expression, Call):
             self._fault("a value is a name or a call", at.where, subject=at.targets[0])
             raise _Refused
@@ -385,6 +447,19 @@ class _Resolver:
             self._fault(f"unknown name '{name}'", at.where, subject=at.targets[0], hint=hint)
         raise _Refused
 
+    def _item(self, item: Item, at: Statement, scope: dict[str, Any], later: dict) -> _Namespace:
+        """One of a repeated block's weights."""
+        group = self._lookup(item.name, at, scope, later)
+        index = self._arithmetic(item.index, at.where, at.targets[0], scope)
+        if not isinstance(group, _Namespace) or group.count is None:
+            self._fault(f"'{item.name}' is no repeated block", at.where, subject=at.targets[0])
+            raise _Refused
+        if not 0 <= index < group.count:
+            expected = f"0..{group.count - 1}" if group.count else "none: it is repeated 0 times"
+            self._fault(f"'{item.name}' has no [{index}]", at.where, subject=at.targets[0], expected=expected)
+            raise _Refused
+        return _Namespace(f"{group.prefix}_{index}")
+
     def _select(self, call: Call, at: Statement, scope, prefix, later, targets) -> tuple[Any, ...]:
         if len(call.args) != 1 or not isinstance(call.args[0], Ref) or not call.kwargs:
             self._fault("select is written select(switch, value=expression, ...)", at.where, subject=at.targets[0])
@@ -403,9 +478,10 @@ class _Resolver:
         given = dict(call.kwargs)
         group = given.pop("weights", None)
         names = block.file.args
+        numbers = block.file.numbers
         for name in given:
-            if name not in names:
-                hint = did_you_mean(name, [*names, "weights"])
+            if name not in names and name not in numbers:
+                hint = did_you_mean(name, [*names, *numbers, "weights"])
                 self._fault(f"block '{block.file.block}' has no argument '{name}'", at.where, subject=at.targets[0], hint=hint)
                 raise _Refused
         placed = dict(zip(names, call.args, strict=False))
@@ -419,13 +495,20 @@ class _Resolver:
             self._fault(f"block '{block.file.block}' got other arguments", at.where, subject=at.targets[0], expected=expected)
             raise _Refused
         inner: dict[str, Any] = {key: value for key, value in scope.items() if "." in key}
+        for name, default in numbers.items():
+            inner[name] = self._arithmetic(given.pop(name, Literal(default)), at.where, at.targets[0], scope)
         for name, expression in given.items():
             inner[name] = self._evaluate(expression, at, scope, prefix, later)[0]
         inner_prefix = prefix
         if group is not None:
-            namespace = self._lookup(group.name, at, scope, later) if isinstance(group, Ref) else None
+            named = isinstance(group, Ref | Item)
+            namespace = self._evaluate(group, at, scope, prefix, later)[0] if named else None
             if not isinstance(namespace, _Namespace):
                 self._fault("weights= takes the name of a block's weights", at.where, subject=at.targets[0])
+                raise _Refused
+            if namespace.count is not None:
+                hint = f"Write {namespace.prefix}[0], or [i] in a loop."
+                self._fault(f"'{namespace.prefix}' is repeated: which one?", at.where, subject=at.targets[0], hint=hint)
                 raise _Refused
             inner_prefix = f"{namespace.prefix}."
             inner.update({key.removeprefix(inner_prefix): value for key, value in scope.items() if key.startswith(inner_prefix)})
@@ -439,7 +522,7 @@ class _Resolver:
         args: list[Value] = [self._evaluate(arg, at, scope, prefix, later)[0] for arg in call.args]
         for name, expression in call.kwargs:
             if name in op.attrs:
-                attrs[name] = self._attribute(op, name, expression, at)
+                attrs[name] = self._attribute(op, name, expression, at, scope)
             elif name in op.optional:
                 args.append(self._evaluate(expression, at, scope, prefix, later)[0])
             else:
@@ -459,7 +542,8 @@ class _Resolver:
             raise _Refused
         bad = [arg for arg in args if not isinstance(arg, Value)]
         if bad:
-            self._fault(f"'{bad[0].prefix}' is a group of names, not a value", at.where, subject=subject)
+            what = f"'{bad[0].prefix}' is a group of names" if isinstance(bad[0], _Namespace) else f"{bad[0]} is a number"
+            self._fault(f"{what}, not a value", at.where, subject=subject)
             raise _Refused
         try:
             types = op.infer([arg.type for arg in args], attrs, OpContext(self.dtypes["act"]))
@@ -473,7 +557,7 @@ class _Resolver:
         self.nodes.append(Node(op.name, tuple(arg.name for arg in args), outputs, ordered, at.where))
         return outputs
 
-    def _attribute(self, op: type[Op], name: str, expression: Expression, at: Statement) -> Any:
+    def _attribute(self, op: type[Op], name: str, expression: Expression, at: Statement, scope: Mapping[str, Any]) -> Any:
         attr = op.attrs[name]
         value: Any = None
         if isinstance(expression, Literal):
@@ -482,14 +566,16 @@ class _Resolver:
             value = self.params[expression.name]
         elif isinstance(expression, Ref) and expression.name in self.switches:
             value = self.switches[expression.name]
+        elif isinstance(expression, Ref) and expression.name in self.file.facts:
+            value = self.file.facts[expression.name]
         elif isinstance(expression, Ref) and attr.choices:
             value = expression.name
-        elif isinstance(expression, Ref) and expression.name not in self.dims:
+        elif isinstance(expression, Ref) and expression.name not in self.dims and not isinstance(scope.get(expression.name), int):
             hint = did_you_mean(expression.name, [*self.params, *self.switches, *self.dims])
             self._fault(f"{op.name}: {name}= is the unknown name '{expression.name}'", at.where, subject=at.targets[0], hint=hint)
             raise _Refused
         elif isinstance(expression, Ref | Arithmetic):
-            value = self._arithmetic(expression, at.where, f"{at.targets[0]} {name}=")
+            value = self._arithmetic(expression, at.where, f"{at.targets[0]} {name}=", scope)
         if attr.type is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, attr.type) or (attr.type is not bool and isinstance(value, bool)):
@@ -587,12 +673,15 @@ class _Resolver:
         return name
 
 
-def _assigned_names(body: Iterable[Statement | When]) -> dict[str, Location]:
+def _assigned_names(body: Body) -> dict[str, Location]:
     names: dict[str, Location] = {}
     for item in body:
         if isinstance(item, When):
             names.update(_assigned_names(item.do))
             names.update(_assigned_names(item.otherwise))
+        elif isinstance(item, Repeat):
+            names.update(_assigned_names(item.do))
+            names.update({name: where for name, _, _, where in item.collect})
         else:
             names.update({target: item.where for target in item.targets if target not in names})
     return names

@@ -35,6 +35,20 @@ class Places:
         return Location(self.file)
 
 
+class MergedPlaces(Places):
+    """Places of a file that is laid over another."""
+
+    def __init__(self, over: Places, base: Places):
+        super().__init__(over.file, {})
+        self._layers = (over, base)
+
+    def has(self, key: Key) -> bool:
+        return any(places.has(key) for places in self._layers)
+
+    def __getitem__(self, key: Key) -> Location:
+        return next((places[key] for places in self._layers if places.has(key)), self._layers[0][key])
+
+
 class _NotPlain(yaml.MarkedYAMLError):
     """YAML that says more than plain data, or values that are none."""
 

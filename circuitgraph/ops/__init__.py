@@ -1,6 +1,6 @@
 """The op table. `TABLE[name]` has everything there is to know about an op; see `base.Op`."""
 
-from . import cache, linear, rows
+from . import cache, linear, moe, rows
 from .base import DTYPE_NAMES, TABLE, TORCH_DTYPES, Cost, Op, OpContext, Sample, TypeRuleError
 from .cache import PagedKV
 
@@ -16,5 +16,6 @@ __all__ = [
     "TypeRuleError",
     "cache",
     "linear",
+    "moe",
     "rows",
 ]

@@ -104,6 +104,11 @@ class Op:
         raise NotImplementedError
 
     @staticmethod
+    def reads(position: int, ins: Sequence[Any], attrs: Mapping[str, Any]) -> int | None:
+        """Bytes that are read of input `position` where that is less than all of it: of a table's rows, of some experts."""
+        return None
+
+    @staticmethod
     def samples(rows: int) -> Sequence[Sample]:
         """Inputs to test with, for `rows` rows."""
         raise NotImplementedError

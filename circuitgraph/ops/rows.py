@@ -43,6 +43,11 @@ class Embed(Op):
         return (torch.nn.functional.embedding(ids.long(), table).to(ctx.torch_act),)
 
     @staticmethod
+    def reads(position, ins, attrs):
+        ids, table = ins
+        return table.bytes() // int(table.shape[0]) * ids.elements() if position == 1 else None
+
+    @staticmethod
     def cost(ins, outs, attrs, context):
         return element_cost((ins[0], *outs), outs, 0)
 
@@ -191,6 +196,42 @@ class Cat(Op):
         return [Sample((TensorType("f32", (rows, 17)), TensorType("f32", (rows, 8))), {})]
 
 
+@register
+class Columns(Op):
+    """Vectors [n] side by side: y[i, j] = x_j[i]. What several heads drafted, as one tensor."""
+
+    name = "columns"
+    inputs = ("x",)
+    variadic = True
+
+    @staticmethod
+    def infer(types, attrs, ctx):
+        for item in types:
+            need_rank(item, (1,), "x")
+            if item != types[0]:
+                raise TypeRuleError("columns joins vectors of one type", expected=str(types[0]), got=str(item))
+            if item.dtype not in ("i32", "f32"):
+                raise TypeRuleError("columns joins i32 or f32", got=str(item))
+        return (TensorType(types[0].dtype, (types[0].shape[0], len(types))),)
+
+    @staticmethod
+    def reference(args, attrs, ctx):
+        return (torch.stack(list(args), dim=-1),)
+
+    @staticmethod
+    def cost(ins, outs, attrs, context):
+        return element_cost(ins, outs, 0)
+
+    @staticmethod
+    def samples(rows):
+        whole = TensorType("i32", (rows,))
+
+        def tensors(generator):
+            return [torch.randint(-9, 9, (rows,), generator=generator, dtype=torch.int32) for _ in range(3)]
+
+        return [Sample((whole,) * 3, {}, tensors), Sample((TensorType("f32", (rows,)),) * 2, {})]
+
+
 def _elementwise(arity: int):
     def infer(types, attrs, ctx):
         need_float(types, *range(arity))
@@ -243,6 +284,34 @@ class Mul(Op):
     @staticmethod
     def cost(ins, outs, attrs, context):
         return element_cost(ins, outs, 1)
+
+
+@register
+class ScaleRows(Op):
+    """y[i] = x[i] * factor[i, 0]: a gate with one number a row."""
+
+    name = "scale_rows"
+    inputs = ("x", "factor")
+
+    @staticmethod
+    def infer(types, attrs, ctx):
+        x, factor = types
+        need_float(types, 0, 1)
+        need_rank(x, (2,), "x")
+        need_shape(factor, (x.shape[0], 1), "the factor")
+        return (x,)
+
+    @staticmethod
+    def reference(args, attrs, ctx):
+        return ((args[0].float() * args[1].float()).to(args[0].dtype),)
+
+    @staticmethod
+    def cost(ins, outs, attrs, context):
+        return element_cost(ins, outs, 1)
+
+    @staticmethod
+    def samples(rows):
+        return [Sample((TensorType("f32", (rows, 21)), TensorType("f32", (rows, 1))), {})]
 
 
 @register

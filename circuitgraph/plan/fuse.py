@@ -41,6 +41,8 @@ PATTERNS = (
     Pattern("head", "linear", prologue=NORMS, epilogue=("masked_top1",), needs=("masked_top1",)),
     # silu(gate) * up in the epilogue of one pass over both weights.
     Pattern("gated", "linear", siblings=True, prologue=NORMS, epilogue=("silu", "mul"), needs=("silu", "mul")),
+    # x + silu(linear(x)), a residual block; of several heads that read one x, in one pass.
+    Pattern("project", "linear", siblings=True, prologue=NORMS, epilogue=("silu", "add"), needs=("silu", "add")),
     # Every other projection, with the norms and the concatenation before it and the residual after it.
     Pattern("project", "linear", siblings=True, prologue=JOIN, epilogue=("heads", "add")),
     Pattern("attend", "attention", epilogue=("mul", "merge")),

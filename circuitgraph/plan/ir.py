@@ -124,10 +124,11 @@ class Plan:
         value_type = self.circuit.types[name]
         if isinstance(value_type, StateType) or any(isinstance(dim, str) for dim in value_type.shape):
             return 0
-        users = [node for node in group.nodes if name in node.inputs]
-        if all(node.op == "embed" and node.inputs[1] == name for node in users):
-            return value_type.bytes() // int(value_type.shape[0]) * self.rows
-        return value_type.bytes()
+        read = []
+        for node in group.nodes:
+            ins = [self.circuit.types[other] for other in node.inputs]
+            read += [TABLE[node.op].reads(at, ins, node.attr) for at, other in enumerate(node.inputs) if other == name]
+        return max(value_type.bytes() if some is None else some for some in read)
 
 
 def _bytes(value_type: TensorType | StateType) -> int:

@@ -56,7 +56,7 @@ def test_waived_by_pattern() -> None:
 
 REFUSALS = {
     "unknown key": ("stored: in_target", "strored: in_target", "own.yaml: unknown key 'strored'. Did you mean 'stored'?"),
-    "unknown program": ("program: mtp_dense", "program: mtp", "no program 'mtp'. Known: "),
+    "unknown program": ("program: mtp_dense", "program: wxyz", "no program 'wxyz'. Known: "),
     "unknown switch": (
         "  qk_norm: false",
         "  qknorm: false",

@@ -139,6 +139,7 @@ ROW_EMITTERS = {
     "silu": _mapped(row_ops.emit_silu),
     "sigmoid": _mapped(row_ops.emit_sigmoid),
     "append": _append,
+    "columns": lambda env, node, lanes: row_ops.emit_columns([env.buffer(name) for name in node.inputs], env.buffer(node.name)),
     "shift": lambda env, node, lanes: row_ops.emit_shift(env.buffer(node.inputs[0]), node.attr["by"], env.buffer(node.name)),
     "zero_at": lambda env, node, lanes: row_ops.emit_zero_rows(
         *(env.buffer(name) for name in node.inputs), node.attr["value"], env.buffer(node.name), lanes=lanes

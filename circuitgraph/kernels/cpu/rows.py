@@ -242,3 +242,10 @@ def emit_shift(x, amount, out):
     """out = x + amount. x, out: int32 [n]; amount: Python int."""
     with T.serial(0, shape_of(out)[0]) as row:
         T.buffer_store(out, T.BufferLoad(x, [row]) + T.int32(amount), [row])
+
+
+def emit_columns(inputs, out):
+    """out[row, j] = inputs[j][row], whatever the dtype. inputs: [n] each; out: [n, inputs]."""
+    with T.serial(0, shape_of(out)[0]) as row:
+        for column, buffer in enumerate(inputs):
+            T.buffer_store(out, T.BufferLoad(buffer, [row]), [row, column])
