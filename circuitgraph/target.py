@@ -74,10 +74,13 @@ def parse_targets(text: str) -> tuple[Target, ...]:
         raise BuildError(Fault(f"no target '{text}'", hint=did_you_mean(kind, KINDS)))
     if kind == "cpu":
         return (Target(kind, rest),)
-    names = [name.strip() for name in rest.split(",")] if rest else [DEFAULT]
+    names = [name.strip() for name in rest.split(",")] if ":" in text else [DEFAULT]
     faults = []
     for index, name in enumerate(names):
-        if name not in ARCHITECTURES:
+        if not name:
+            hint = f"Name architectures between the commas, or none: 'cuda' is 'cuda:{DEFAULT}'."
+            faults.append(Fault("an architecture is missing", where=f"target '{text}'", hint=hint))
+        elif name not in ARCHITECTURES:
             hint = did_you_mean(name, ARCHITECTURES)
             faults.append(Fault(f"no target 'cuda:{name}'", where=f"target '{text}'", hint=hint))
         elif name in names[:index]:

@@ -74,14 +74,15 @@ def _all_but_the_last(batch: Batch, call: Call, chain: DraftChain) -> Drafted:
 
 
 def _cut_all(call: Call, made: Drafted, unread: int) -> None:
-    """Every row's own drafts, as far as something was allowed, up to and with the first stop id."""
-    if not (unread or call.grammars or call.stop_ids) and min(call.counts) == max(call.counts):
+    """Every row's own drafts, as far as there was a choice, up to and with the first stop id."""
+    finite = not any(-math.inf in scores for scores in made.scores)
+    if finite and not (unread or call.stop_ids) and min(call.counts) == max(call.counts):
         return  # every row has all that was drafted
-    for place, (row, count) in enumerate(zip(call.rows, call.counts, strict=True)):
+    for place, count in enumerate(call.counts):
         ids, scores = made.ids[place], made.scores[place]
         if len(ids) != count - unread:
             ids, scores = ids[: count - unread], scores[: count - unread]
-        if call.grammars and call.grammars.masked(row) and -math.inf in scores:  # nothing was allowed there
+        if not finite and -math.inf in scores:  # nothing was allowed there, or no logit was a number
             ends = scores.index(-math.inf)
             ids, scores = ids[:ends], scores[:ends]
         made.ids[place], made.scores[place] = _cut(ids, scores, call.stop_ids)
@@ -115,8 +116,8 @@ def _step_by_step(batch: Batch, call: Call) -> Drafted:
         ends = set()
         for i, (token,), (score,) in zip(going, *chain.read(), strict=True):
             row = call.rows[i]
-            if grammars and ((grammars.masked(row) and score == -math.inf) or not grammars.accept(row, token)):
-                ends.add(i)  # nothing was allowed
+            if score == -math.inf or (grammars and not grammars.accept(row, token)):
+                ends.add(i)  # nothing was allowed, or no logit was a number
                 continue
             made.ids[i].append(token)
             made.scores[i].append(score)

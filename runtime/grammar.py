@@ -6,7 +6,7 @@ is an object with xgrammar's own methods. It stands where the text stands: the n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -49,6 +49,10 @@ class Grammars:
     def __init__(self, given: Sequence[Grammar | None], bitmask: Bitmask):
         self._bitmask = bitmask
         self._items = [_checked(item, bitmask.words) for item in given]
+        matchers = [id(item) for item in self._items if isinstance(item, Matcher)]
+        if len(set(matchers)) < len(matchers):
+            expected = "a matcher for each sequence"
+            raise RuntimeUseError(Fault("one matcher cannot follow two sequences", subject="grammars", expected=expected))
         self._accepted = [0] * len(self._items)
 
     @property
@@ -94,11 +98,17 @@ class Grammars:
         return True
 
     def rollback(self) -> None:
-        """Every matcher where the caller left it."""
+        """Every matcher where the caller left it; one that raises does not keep the others from it."""
+        problem: BaseException | None = None
         for row, item in enumerate(self._items):
             if isinstance(item, Matcher) and self._accepted[row]:
-                item.rollback(self._accepted[row])
+                try:
+                    item.rollback(self._accepted[row])
+                except BaseException as raised:
+                    problem = problem or raised
                 self._accepted[row] = 0
+        if problem is not None:
+            raise problem
 
 
 def _checked(item: Grammar | None, words: int) -> torch.Tensor | Matcher | None:
@@ -117,7 +127,10 @@ def _mask(item: Any, words: int) -> torch.Tensor:
             raise RuntimeUseError(Fault("is no bitmask", subject="grammar", expected=expected, got=got))
         return tensor[:words]
     try:
+        numbers = list(item)
         # Words may be written unsigned; the bits are what counts.
-        return torch.tensor(list(item)[:words], dtype=torch.int64).to(torch.int32)
+        if not all(type(number) is int and -(2**31) <= number < 2**32 for number in numbers) or isinstance(item, Mapping):
+            raise ValueError
+        return torch.tensor(numbers[:words], dtype=torch.int64).to(torch.int32)
     except (TypeError, ValueError, RuntimeError):
         raise RuntimeUseError(Fault("is no bitmask", subject="grammar", expected=expected, got=type(item).__name__)) from None

@@ -21,6 +21,7 @@ from .device_form import DeviceForm
 from .draft_binding import DraftBinding, bind_draft, reasons_against
 from .grammar import Bitmask, Grammar, Grammars
 from .metrics import Metrics
+from .mtp_checks import FARTHEST
 from .mtp_device import DeviceMethods
 from .pool import BlockPool
 from .proposer import DraftProposer, Hiddens
@@ -156,9 +157,12 @@ class MtpProposer(DeviceMethods, DraftProposer):
         with self._lock:
             mine = self._mine(state)
             prompt_tokens = self._ids(prompt_tokens)
+            if not prompt_tokens:
+                self._refuse("is empty", "prompt_tokens", "a token or more", "none")
             given, wanted = len(hiddens), len(prompt_tokens) - 1
             if wanted < 0 or given not in (wanted, wanted + 1):
                 self._refuse("prompt and hiddens do not go together", "hiddens", f"{wanted} or {wanted + 1} rows", str(given))
+            self._check_first(mine, first_pos, prompt_tokens[0])
             self._check_tokens(prompt_tokens[:1])
             refusals = self.metrics.refusals["pool_exhausted"]
             written = self._append([prompt_tokens[1:]], [hiddens[:wanted]], [first_pos + 1], [mine])
@@ -320,15 +324,23 @@ class MtpProposer(DeviceMethods, DraftProposer):
         out_confidence: list[list[float]] | None,
     ) -> list[list[int]]:
         """`call` has the caller's whole lists; the rows that can draft, and how far, are decided here."""
+        if out_confidence is not None and not isinstance(out_confidence, list):
+            self._refuse("cannot receive anything", "out_confidence", "a list", type(out_confidence).__name__)
         self._check_tokens(call.tokens)
         self._check_hiddens(call.hiddens)
         self._check_count(num_drafts)
         for state, position in zip(states, call.positions, strict=True):
             # The checks say what is wrong; that nothing is can be seen without them.
-            if state.unsettled or state.last_drafts or type(position) is not int or position < state.next_position:
+            if (
+                state.unsettled
+                or state.last_drafts
+                or type(position) is not int
+                or not state.next_position <= position <= FARTHEST
+            ):
                 self._check_settled(state)
                 self._check_next(state, position)
         positions = call.positions
+        self._deferred = None
         held = [len(state.lease.blocks) for state in states]
         try:
             tokens = self._choose_rows(call, states, num_drafts)
@@ -341,9 +353,9 @@ class MtpProposer(DeviceMethods, DraftProposer):
             drafts, logprobs = [[] for _ in states], [[] for _ in states]
             for row, ids, scores in zip(call.rows, made.ids, made.scores, strict=True):
                 drafts[row], logprobs[row] = ids, scores
-        for row in call.rows if call.grammars else ():
+        for row in () if all(made.ids) else call.rows:
             if not drafts[row]:
-                self.metrics.refusals["grammar"] += 1
+                self.metrics.refusals["grammar" if call.grammars and call.grammars.masked(row) else "not_finite"] += 1
         block_size = self.pool.block_size
         for state, token, position, ids, scores in zip(states, tokens, positions, drafts, logprobs, strict=True):
             state.last_drafts = ids

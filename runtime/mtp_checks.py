@@ -16,6 +16,9 @@ from .proposer import Hiddens
 from .runner import DraftRunner
 from .state import MtpProposerState, ProposerState
 
+FARTHEST = 2**31 - 2**20
+"""Positions are 32-bit integers, and drafts go on from them."""
+
 
 class Checks:
     """Part of `MtpProposer`. Refusals are RuntimeUseError."""
@@ -58,6 +61,17 @@ class Checks:
         # An ABC's isinstance costs as much as all else here.
         if (type(position) is not int and not isinstance(position, Integral)) or position < lowest:
             self._refuse("that position has a row already, or no token before it", "position", f"{lowest} or more", str(position))
+        if position > FARTHEST:
+            self._refuse("is out of reach", "position", f"{FARTHEST} at most", str(position))
+
+    def _check_first(self, state: MtpProposerState, first_pos: Any, token: int) -> None:
+        """Where a chunk of a prompt begins: its first token has a row already, or was left out, and is what it was."""
+        lowest = max(state.next_position - 1, 0)
+        if not isinstance(first_pos, Integral) or not lowest <= int(first_pos) <= FARTHEST:
+            self._refuse("has a row already, or is no position", "first_pos", f"{lowest} or more", repr(first_pos))
+        text = state.history.text
+        if state.rows and first_pos == lowest and first_pos < len(text) and text[first_pos] != token:
+            self._refuse("is another token than its row was made of", "prompt_tokens", f"{text[first_pos]} first", str(token))
 
     # -- lists and tensors -------------------------------------------------------------------------------------
 
@@ -101,7 +115,7 @@ class Checks:
             self._refuse("does not fit", name, f"int32{list(shape)} on {device}", _kind(tensor))
 
     def _check_count(self, num_drafts: Any) -> None:
-        if not isinstance(num_drafts, Integral) or num_drafts < 0:
+        if not isinstance(num_drafts, Integral) or isinstance(num_drafts, bool) or num_drafts < 0:
             self._refuse("is no number of drafts", "num_drafts", "an int, 0 or more", repr(num_drafts))
 
     def _check_accepted(self, accepted: Any, drafted: int) -> None:

@@ -82,10 +82,7 @@ class Top1(Op):
     @staticmethod
     def reference(args, attrs, ctx):
         logits = args[0].float()
-        best = logits.amax(dim=-1)
-        ids = torch.arange(logits.shape[-1], device=logits.device)
-        token = torch.where(logits == best[:, None], ids, logits.shape[-1]).amin(dim=-1)
-        return (token.to(torch.int32), best - logits.logsumexp(dim=-1))
+        return _best(logits, ~logits.isnan())
 
     @staticmethod
     def cost(ins, outs, attrs, context):
@@ -100,6 +97,18 @@ class Top1(Op):
             return [logits.round()]
 
         return [Sample(types, {}), Sample(types, {}, ties)]
+
+
+def _best(logits: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lowest id of the largest logit among those that are seen, and its log-softmax among them. Where nothing is: 0, -inf."""
+    logits = logits.masked_fill(~seen, float("-inf"))
+    columns = torch.arange(logits.shape[-1], device=logits.device)
+    best = logits.amax(dim=-1)
+    lost = best == float("-inf")
+    token = torch.where(logits == best[:, None], columns, logits.shape[-1]).amin(dim=-1).masked_fill(lost, 0)
+    # Where nothing is seen, -inf minus -inf would be NaN.
+    logprob = best - logits.masked_fill(lost[:, None], 0.0).logsumexp(dim=-1)
+    return (token.to(torch.int32), logprob)
 
 
 MASK_BITS = 32
@@ -134,14 +143,7 @@ class MaskedTop1(Op):
         logits, allowed = args[0].float(), args[1]
         columns = torch.arange(logits.shape[-1], device=logits.device)
         bits = allowed[:, columns // MASK_BITS] >> (columns % MASK_BITS).to(torch.int32)
-        seen = ((bits & 1) == 1) & ~logits.isnan()
-        logits = logits.masked_fill(~seen, float("-inf"))
-        best = logits.amax(dim=-1)
-        lost = best == float("-inf")
-        token = torch.where(logits == best[:, None], columns, logits.shape[-1]).amin(dim=-1).masked_fill(lost, 0)
-        # Where nothing is allowed, -inf minus -inf would be NaN.
-        logprob = best - logits.masked_fill(lost[:, None], 0.0).logsumexp(dim=-1)
-        return (token.to(torch.int32), logprob)
+        return _best(logits, ((bits & 1) == 1) & ~logits.isnan())
 
     @staticmethod
     def cost(ins, outs, attrs, context):
