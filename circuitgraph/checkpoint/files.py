@@ -44,6 +44,10 @@ TORCH_NAMES = {
 """What safetensors calls the dtypes that a pickle may hold."""
 
 
+STACKED = "{expert}"
+"""In a tensor's name: this is the stack of all experts' tensors, which the file holds one by one."""
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """What a file's header says of one tensor."""
@@ -106,7 +110,16 @@ class TensorFiles:
         return frozenset(self._file_of)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name.replace(STACKED, "0") in self._file_of
+
+    def parts(self, name: str) -> list[str]:
+        """The tensors that a name stands for: itself, or one per expert where it says `{expert}`."""
+        if STACKED not in name:
+            return [name]
+        before, after = name.split(STACKED)
+        numbers = (other[len(before) : len(other) - len(after)] for other in self._file_of if other.startswith(before))
+        known = [int(number) for number in numbers if number.isdigit() and f"{before}{number}{after}" in self._file_of]
+        return [f"{before}{index}{after}" for index in range(max(known, default=-1) + 1)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._file_of))
@@ -117,6 +130,8 @@ class TensorFiles:
         Raises:
             CheckpointError: no such tensor, an unreadable shard, or a shard that lacks what the index says it has.
         """
+        if STACKED in name and name in self:
+            return self._stacked_info(name)
         if name not in self._file_of:
             raise CheckpointError(Fault(f"no tensor '{name}'", where=str(self.folder), hint=did_you_mean(name, self._file_of)))
         file = self._file_of[name]
@@ -141,6 +156,16 @@ class TensorFiles:
             )
         return header[name]
 
+    def _stacked_info(self, name: str) -> TensorInfo:
+        """Of the stack; its parts must be equal in dtype and shape."""
+        first, *others = (self.info(part) for part in self.parts(name))
+        for other in others:
+            if (other.dtype, other.shape) != (first.dtype, first.shape):
+                expected = f"{first} as in '{first.name}'"
+                fault = Fault("experts differ", where=str(other.file), subject=other.name, expected=expected, got=str(other))
+                raise CheckpointError(fault)
+        return TensorInfo(name, first.dtype, (len(others) + 1, *first.shape), first.file)
+
     def glance(self, name: str) -> TensorInfo | None:
         """`info` of a tensor whose file has been opened already; nothing is opened for it."""
         return self._headers.get(self._file_of[name], {}).get(name)
@@ -159,14 +184,16 @@ class TensorFiles:
         """The tensors, memory-mapped on the CPU: pages are read when touched, and nothing is copied, but for strided views
         and old files among PyTorch's.
 
-        Data starts at any multiple of 8 bytes of a file, so pointers are aligned to no more than that.
+        Data starts at any multiple of 8 bytes of a file, so pointers are aligned to no more than that. Stacks of experts
+        that are stored one by one are copied into one tensor.
 
         Raises:
             CheckpointError: as `info`.
         """
         wanted: dict[Path, list[str]] = {}
-        for name in names:
-            wanted.setdefault(self.info(name).file, []).append(name)
+        names = list(names)
+        for part in (part for name in names for part in self.parts(name)):
+            wanted.setdefault(self.info(part).file, []).append(part)
         tensors: dict[str, torch.Tensor] = {}
         for file, inside in wanted.items():
             if file in self._pickles:
@@ -174,6 +201,9 @@ class TensorFiles:
                 continue
             with safe_open(file, framework="pt", device="cpu") as opened:
                 tensors.update((name, opened.get_tensor(name)) for name in inside)
+        for name in names:
+            if STACKED in name:
+                tensors[name] = torch.stack([tensors.pop(part) for part in self.parts(name)])
         return tensors
 
 
