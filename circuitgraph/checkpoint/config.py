@@ -173,7 +173,7 @@ class ConfigReader:
         if value is None:
             near = [name for name in self.raw.get(self.section) if isinstance(name, str)]
             self.refuse(key, "the key is missing", "a positive integer", hint=_near(key, near))
-        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        elif isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
             self.refuse(key, "the value is of the wrong kind", "a positive integer", value)
         else:
             return value
