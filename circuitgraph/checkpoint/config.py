@@ -8,7 +8,6 @@ keys that nobody asks for are left alone.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,7 +179,9 @@ class ConfigReader:
         return 1
 
     def number(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:  # NaN fails, too
+        if (
+            isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 < value < 1e30
+        ):  # what fp32 can compute with; NaN fails, too
             self.refuse(key, "the value is of the wrong kind", "a positive, finite number", value)
             return 1.0
         return float(value)
