@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..circuit.ir import Circuit, Weight
+from ..circuit.types import FLOAT_DTYPES
 from ..errors import CheckpointError, Fault, did_you_mean
 from .config import ModelConfig, find_value, scale_block
 from .family import Family, filled, layers_found
 from .files import TensorFiles
 from .model import Model
 from .packed import Packed
-from .stored import CACHE_SCALES, FP8_BLOCK, Stored, companions, foreign_format, held_name, owners, read_stored
+from .stored import CACHE_SCALES, FP8_BLOCK, Stored, companions, foreign_format, held_name, owners, read_stored, read_table
 
 
 @dataclass(frozen=True)
@@ -168,16 +169,21 @@ class Account:
         return bool(find_value(self.model.target.config, "text_config", "tie_word_embeddings"))
 
     def _made(self, weight: Weight, name: str, source: str, status: str) -> TensorRef:
-        return TensorRef(name, source, status, self.made_dtypes[source], weight.type.shape)  # type: ignore[arg-type]
+        dtype = self.made_dtypes[source] if weight.type.dtype in FLOAT_DTYPES else weight.type.dtype
+        return TensorRef(name, source, status, dtype, weight.type.shape)  # type: ignore[arg-type]
 
     def _held(self, weight: Weight, name: str, model: Model, source: str, status: str) -> TensorRef | None:
         """The tensor of a weight that `model` has under `name`, and what belongs to it."""
         assert model.tensors is not None
         if source == "drafter":  # whatever is wrong with them, they are this weight's
             beside = [other for other in companions(name) if other in model.tensors]
-            self.claimed.update((held_name(model.tensors, name) or name, *beside))
+            for owned in (held_name(model.tensors, name) or name, *beside):
+                self.claimed.update(model.tensors.parts(owned))
         try:
-            stored = read_stored(model.tensors, name, scale_block(model.config) or FP8_BLOCK)
+            if weight.type.dtype in FLOAT_DTYPES:
+                stored = read_stored(model.tensors, name, scale_block(model.config) or FP8_BLOCK)
+            else:
+                stored = read_table(model.tensors, name, weight.type.dtype)
         except CheckpointError as problem:
             self.faults += [fault for fault in problem.faults if fault not in self.faults]
             return None
@@ -204,7 +210,7 @@ class Account:
         if stored.packed is not None:
             self.types[weight] = str(stored.info)
             notes.append(f"{stored.packed} -> {dtype}")
-        elif self.convert is not None and self.convert != dtype:
+        elif self.convert is not None and self.convert != dtype and dtype in FLOAT_DTYPES:
             notes.append(f"converted to {self.convert} when it is loaded")
         if notes:
             self.notes[weight] = "; ".join(notes)

@@ -8,14 +8,13 @@ keys that nobody asks for are left alone.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, Fault, did_you_mean
-from ..runtime.rope import RopeSpec
+from ..runtime.rope import RopeSpec, yarn_mscale
 from .rope_config import read_rope
 
 
@@ -101,9 +100,15 @@ def read_config(source: str | Path | Mapping[str, Any] | RawConfig, sections: Se
     values["vocab_size"] = reader.count("vocab_size")
     values["num_key_value_heads"] = reader.count("num_key_value_heads", heads)
     head_dim = reader.head_dim(hidden, heads)
-    rope = read_rope(reader, head_dim)
+    latent = reader.get("qk_rope_head_dim") is not None  # multi-head latent attention: a part of each head is rotated
+    rope = read_rope(reader, reader.count("qk_rope_head_dim") if latent else head_dim)
     values["head_dim"], values["rotary_dim"] = head_dim, rope.dim
     values["attention_scale"] = head_dim**-0.5
+    if latent:
+        # YaRN's amplitude goes into the scale, squared, instead of into the rotation, which covers only a part of the head.
+        scaling = dict(rope.scaling)
+        amplitude = yarn_mscale(scaling.get("factor", 1.0), scaling.get("mscale_all_dim", 0.0))
+        values["attention_scale"] = (reader.count("qk_nope_head_dim") + rope.dim) ** -0.5 * amplitude**2
     for key in ("intermediate_size", "max_position_embeddings"):
         if reader.get(key) is not None:
             values[key] = reader.count(key)
@@ -173,14 +178,16 @@ class ConfigReader:
         if value is None:
             near = [name for name in self.raw.get(self.section) if isinstance(name, str)]
             self.refuse(key, "the key is missing", "a positive integer", hint=_near(key, near))
-        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        elif isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
             self.refuse(key, "the value is of the wrong kind", "a positive integer", value)
         else:
             return value
         return 1
 
     def number(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:  # NaN fails, too
+        if (
+            isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 < value < 1e30
+        ):  # what fp32 can compute with; NaN fails, too
             self.refuse(key, "the value is of the wrong kind", "a positive, finite number", value)
             return 1.0
         return float(value)

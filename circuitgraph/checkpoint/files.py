@@ -156,6 +156,16 @@ class TensorFiles:
             )
         return header[name]
 
+    def _stacked_info(self, name: str) -> TensorInfo:
+        """Of the stack; its parts must be equal in dtype and shape."""
+        first, *others = (self.info(part) for part in self.parts(name))
+        for other in others:
+            if (other.dtype, other.shape) != (first.dtype, first.shape):
+                expected = f"{first} as in '{first.name}'"
+                fault = Fault("experts differ", where=str(other.file), subject=other.name, expected=expected, got=str(other))
+                raise CheckpointError(fault)
+        return TensorInfo(name, first.dtype, (len(others) + 1, *first.shape), first.file)
+
     def glance(self, name: str) -> TensorInfo | None:
         """`info` of a tensor whose file has been opened already; nothing is opened for it."""
         return self._headers.get(self._file_of[name], {}).get(name)

@@ -30,7 +30,7 @@ def read_rope(reader: ConfigReader, head_dim: int) -> RopeSpec:
     parameters, key = _parameters(reader)
     kind = _kind(reader, parameters, key)
     limit = reader.get("max_position_embeddings")
-    max_position = limit if type(limit) is int and limit > 0 else None
+    max_position = limit if type(limit) is int and 0 < limit < 2**31 else None
     theta = reader.number("rope_theta", _agreed(reader, "rope_theta", parameters, 10000.0))
     if theta <= 1.0 and not reader.faults:
         reader.refuse("rope_theta", "the base is too small: no column would turn slower than another", "more than 1", theta)

@@ -65,7 +65,7 @@ def read_stored(files: TensorFiles, name: str, block: Shape = FP8_BLOCK) -> Stor
         CheckpointError: a dtype or a set of companions that is no format known here, or that does not fit together.
     """
     found = [spelling for spelling in spellings(name) if spelling in files]
-    info = files.info(found[0])
+    info = files.info(found[0])  # of the whole stack, where experts are stored one by one: their scales are, too
     if len(found) > 1:
         raise _refused(info, "the weight is stored twice", got=" and ".join(found), hint="Remove the one that is out of date.")
     present = {other: role for other, role in companions(name).items() if other in files}
@@ -96,6 +96,18 @@ def read_stored(files: TensorFiles, name: str, block: Shape = FP8_BLOCK) -> Stor
         raise _refused(whole, f"{stored.packed.format} has no scale over its scales", got=str(whole), hint=_MIXED)
     check_packed(files, info.name, stored.shape, stored.packed)
     return Stored(stored.info, stored.shape, stored.packed, idle)
+
+
+def read_table(files: TensorFiles, name: str, dtype: str) -> Stored:
+    """A tensor that is no weight but a table of ids, which cannot be rounded: it has to be stored in its own dtype.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    info = files.info(name)
+    if info.dtype != dtype:
+        raise _refused(info, "the table cannot be read from this dtype", dtype, info.dtype)
+    return Stored(info, info.shape)
 
 
 def check_packed(files: TensorFiles, values: str, shape: Shape, packed: Packed | None) -> None:

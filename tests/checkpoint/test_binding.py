@@ -153,6 +153,17 @@ def test_a_drafter_alone_asks_its_host() -> None:
     )
 
 
+def test_a_copy_in_the_drafters_file_stands_in_where_no_target_is_given() -> None:
+    copies = {"lm_head.weight": torch.randn(512, 64), "embed_tokens.weight": torch.randn(512, 64)}
+    model = edited("qwen3_dense_mtp", lambda tensors: tensors.update(copies))
+    shutil.rmtree("m/target")
+    bound = bind("auto", model=model)
+    assert {(row.tensor, row.status, row.source) for row in bound.report if row.tensor in copies} == {
+        (name, "borrowed", "drafter") for name in copies
+    }
+    assert torch.equal(bound.load_weights(positions=4)["lm_head"], copies["lm_head.weight"])
+
+
 @pytest.mark.parametrize("family", shipped_families())
 def test_a_bare_config_gets_random_weights(family: str) -> None:
     config = default_config(family)

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from circuitgraph.checkpoint import read_config
 from circuitgraph.errors import CheckpointError
+from circuitgraph.runtime.rope import rope_tables
 
 PLAIN = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100, "rms_norm_eps": 1e-5}
 
@@ -237,3 +240,65 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
     with pytest.raises(CheckpointError) as caught:
         read_config("config.json", ["text_config"])
     assert str(caught.value) == message
+
+
+JUNK = st.sampled_from(
+    [
+        None,
+        True,
+        0,
+        -1,
+        1,
+        3,
+        0.5,
+        -0.0,
+        1e308,
+        float("inf"),
+        float("nan"),
+        10**400,
+        "",
+        "4",
+        "yarn",
+        [],
+        [1.0],
+        [None],
+        {},
+        {"a": 1},
+    ]
+)
+ROPE_KEYS = (
+    *("rope_type", "type", "factor", "rope_theta", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    *("short_factor", "long_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    *("partial_rotary_factor", "full_attention"),
+)
+KINDS = {
+    "yarn": {"factor": 4.0},
+    "llama3": {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 64},
+    "longrope": {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 16},
+    "dynamic": {"factor": 2.0},
+    "linear": {"factor": 2.0},
+}
+TOP_KEYS = (
+    *(*PLAIN, "max_position_embeddings", "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rope_scaling"),
+    *("rope_parameters", "partial_rotary_factor", "original_max_position_embeddings", "intermediate_size"),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    rope=st.dictionaries(st.sampled_from(ROPE_KEYS), JUNK, max_size=2),
+    top=st.dictionaries(st.sampled_from(TOP_KEYS), JUNK, max_size=2),
+)
+def test_any_value_is_understood_or_refused(kind: str, rope: dict, top: dict) -> None:
+    """Nothing crashes on a value, and what is accepted makes tables."""
+    config = {**PLAIN, "max_position_embeddings": 128, "rope_scaling": {"rope_type": kind, **KINDS[kind], **rope}, **top}
+    try:
+        spec = read_config(config).rope
+    except CheckpointError as refused:
+        faults = refused.faults
+    else:
+        faults = ()
+        rows = min(spec.limit or 20, 20)
+        assert rope_tables(spec, rows)[0].shape == (rows, spec.dim // 2)
+    assert all(fault.where == "config" and fault.subject for fault in faults)

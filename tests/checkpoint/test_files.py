@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -182,3 +183,30 @@ def test_known_names_win_over_others(folder: Path) -> None:
     assert list(TensorFiles.open(folder)) == ["a"]
     save_file({"b": torch.zeros(2)}, folder / "model.safetensors")
     assert list(TensorFiles.open(folder)) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [("model.safetensors", {}), ("pytorch_model.bin", {}), ("pytorch_model.bin", {"old": True})]
+)
+def test_bytes_at_random_are_read_or_refused(folder: Path, name: str, how: dict) -> None:
+    """Nothing but a CheckpointError comes of a damaged file, and none of its messages advises to read it unprotected."""
+    tensors = {f"a.{index}.weight": torch.randn(3, 4) for index in range(4)}
+    if name == "model.safetensors":
+        save_file(tensors, folder / name)
+    else:
+        torch.save(tensors, folder / name, _use_new_zipfile_serialization=not how)
+    whole, random = (folder / name).read_bytes(), Random(5)
+    safe = 0
+    for _ in range(100):
+        data = bytearray(whole)
+        for _ in range(random.randint(1, 4)):
+            data[random.randrange(min(600, len(data)))] = random.randrange(256)
+        (folder / name).write_bytes(data[: random.randrange(len(data))] if random.random() < 0.2 else data)
+        try:
+            files = TensorFiles.open(folder)
+            files.load(list(files))
+        except CheckpointError as problem:
+            safe += "weights_only" not in str(problem)
+            continue
+        safe += 1
+    assert safe == 100

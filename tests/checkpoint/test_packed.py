@@ -21,6 +21,7 @@ from circuitgraph.errors import CheckpointError
 from tests.fixture_cases import FIXTURES
 
 SAMPLES = FIXTURES / "quant_samples"
+FP8, U8 = torch.float8_e4m3fn, torch.uint8
 
 
 def read(folder: Path, name: str, dtype: str = "f32") -> tuple[str, torch.Tensor]:
@@ -146,6 +147,22 @@ def test_a_stack_of_experts() -> None:
             assert torch.equal(found[index], dequantise(packed, (130, 140), values[index], scales[index], None, torch.bfloat16))
 
 
+def test_experts_that_are_stored_one_by_one(tmp_path: Path) -> None:
+    tensors = {}
+    for index in range(3):
+        tensors[f"m.{index}.w.weight"] = torch.randn(130, 140).to(FP8)
+        tensors[f"m.{index}.w.weight_scale_inv"] = torch.rand(2, 2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    said, values = read(tmp_path, "m.{expert}.w.weight")
+    assert said == "fp8 block 128x128"
+    for index in range(3):
+        assert torch.equal(values[index], read(tmp_path, f"m.{index}.w.weight")[1])
+    del tensors["m.1.w.weight_scale_inv"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no tensor 'm.1.w.weight_scale_inv'"):
+        read(tmp_path, "m.{expert}.w.weight")
+
+
 def test_rows_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     values, scales = torch.randn(700, 256).to(torch.float8_e4m3fn), torch.rand(6, 2)
     packed = Packed("fp8", "s", (128, 128))
@@ -162,7 +179,6 @@ def test_json_round_trip() -> None:
 # -- what a file may say ---------------------------------------------------------------------------------------------
 
 
-FP8, U8 = torch.float8_e4m3fn, torch.uint8
 W = "m.w.weight"
 ones = torch.ones
 LEGAL = {

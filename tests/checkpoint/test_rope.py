@@ -115,8 +115,8 @@ def configs(draw: st.DrawFn) -> dict:
         optional = {
             "beta_fast": numbers(4.0, 64.0),
             "beta_slow": numbers(0.25, 4.0),
-            "mscale": numbers(0.0, 2.0),
-            "mscale_all_dim": numbers(0.0, 2.0),
+            "mscale": st.just(0) | numbers(0.01, 2.0),
+            "mscale_all_dim": st.just(0) | numbers(0.01, 2.0),
             "truncate": st.booleans(),
         }
         scaling.update({name: draw(values) for name, values in optional.items() if draw(st.booleans())})
@@ -139,6 +139,18 @@ def test_random_configs_make_the_tables_of_transformers(config: dict, positions:
     compare(config, positions)
     nested = {"text_config": config}
     assert read_config(nested, ["text_config"]).rope == read_config(config).rope
+
+
+@pytest.mark.parametrize("scaling", [None, {**YARN, "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.8}])
+def test_latent_attention_rotates_a_part_and_scales_by_yarns_amplitude(scaling: dict | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+    config = {**SIZES, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "rope_theta": 10000.0, "rope_scaling": scaling}
+    mine = read_config(config)
+    own = transformers.DeepseekV3Config(**json.loads(json.dumps(config)))
+    assert mine.values["rotary_dim"] == 16
+    assert mine.values["attention_scale"] == pytest.approx(DeepseekV3Attention(own, 0).scaling)
 
 
 def test_kinds_differ() -> None:
