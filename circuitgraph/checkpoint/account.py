@@ -165,18 +165,20 @@ class Account:
         return bool(find_value(self.model.target.config, "text_config", "tie_word_embeddings"))
 
     def _made(self, weight: Weight, name: str, source: str, status: str) -> TensorRef:
-        return TensorRef(name, source, status, self.made_dtypes[source], weight.type.shape)  # type: ignore[arg-type]
+        dtype = self.made_dtypes[source] if weight.type.dtype in FLOAT_DTYPES else weight.type.dtype
+        return TensorRef(name, source, status, dtype, weight.type.shape)  # type: ignore[arg-type]
 
     def _checked(self, weight: Weight, info: TensorInfo, source: str, status: str) -> TensorRef | None:
         where = str(info.file)
-        if info.dtype not in FLOAT_DTYPES:
+        integer = weight.type.dtype not in FLOAT_DTYPES  # a table of ids, which is no number to be rounded
+        if info.dtype not in ((weight.type.dtype,) if integer else FLOAT_DTYPES):
             hint = "Quantised tensors need a program that reads their format."
             self.faults.append(
                 Fault(
                     f"weight '{weight.name}' cannot be read from this dtype",
                     where=where,
                     subject=info.name,
-                    expected=" or ".join(FLOAT_DTYPES),
+                    expected=weight.type.dtype if integer else " or ".join(FLOAT_DTYPES),
                     got=info.dtype,
                     hint=hint,
                 )
@@ -194,7 +196,7 @@ class Account:
                 )
             )
             return None
-        if self.convert is not None and self.convert != info.dtype:
+        if self.convert is not None and self.convert != info.dtype and not integer:
             self.notes[weight.name] = f"converted to {self.convert} when it is loaded"
         return TensorRef(info.name, source, status, info.dtype, info.shape, info.file)
 

@@ -55,7 +55,7 @@ def test_waived_by_pattern() -> None:
 
 REFUSALS = {
     "unknown key": ("stored: in_target", "strored: in_target", "own.yaml: unknown key 'strored'. Did you mean 'stored'?"),
-    "unknown program": ("program: mtp_dense", "program: mtp", "no program 'mtp'. Known: "),
+    "unknown program": ("program: mtp_dense", "program: mtp", "no program 'mtp'. Did you mean 'mtp_moe'?"),
     "unknown switch": (
         "  qk_norm: false",
         "  qknorm: false",

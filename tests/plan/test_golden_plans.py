@@ -22,7 +22,7 @@ from circuitgraph.plan.text import format_plan
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "plans"
 CASES = [("draft", 1), ("draft", 2), ("draft", 4), ("draft", 8), ("draft", 16), ("context", 64), ("logits", 4)]
 
-SMALL = {"columns", "cat", "heads"}
+SMALL = {"columns", "cat", "heads", "target_ids"}
 
 WITHOUT_KERNEL = {"experts", "route", "scale_rows"}
 """Ops that the CPU target refuses, by name."""
