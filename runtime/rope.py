@@ -116,9 +116,10 @@ def _yarn(plain: torch.Tensor, spec: RopeSpec, scaling: Mapping[str, float]) -> 
     amplitude = scaling.get("attention_factor")
     if amplitude is None:
         mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        amplitude = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1.0)
+        amplitude = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) if mscale and all_dim else yarn_mscale(factor, 1.0)
     return frequencies, amplitude
 
 
-def _mscale(factor: float, weight: float) -> float:
+def yarn_mscale(factor: float, weight: float) -> float:
+    """YaRN's amplitude for a scaling by `factor`; 1 without any."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

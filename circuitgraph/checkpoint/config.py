@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, Fault, did_you_mean
-from ..runtime.rope import KINDS, OPTIONAL, RopeSpec
+from ..runtime.rope import KINDS, OPTIONAL, RopeSpec, yarn_mscale
 
 _PLAIN_ROPE = {"default", "mrope"}
 """`mrope` gives text tokens one position on all its axes, which is the ordinary rotation."""
@@ -103,9 +103,15 @@ def read_config(source: str | Path | Mapping[str, Any] | RawConfig, sections: Se
     values["vocab_size"] = reader.count("vocab_size")
     values["num_key_value_heads"] = reader.count("num_key_value_heads", heads)
     head_dim = reader.head_dim(hidden, heads)
-    rope = reader.rope(head_dim)
+    latent = reader.get("qk_rope_head_dim") is not None  # multi-head latent attention: a part of each head is rotated
+    rope = reader.rope(reader.count("qk_rope_head_dim") if latent else head_dim)
     values["head_dim"], values["rotary_dim"] = head_dim, rope.dim
     values["attention_scale"] = head_dim**-0.5
+    if latent:
+        # YaRN's amplitude goes into the scale, squared, instead of into the rotation, which covers only a part of the head.
+        scaling = dict(rope.scaling)
+        amplitude = yarn_mscale(scaling.get("factor", 1.0), scaling.get("mscale_all_dim", 0.0))
+        values["attention_scale"] = (reader.count("qk_nope_head_dim") + rope.dim) ** -0.5 * amplitude**2
     for key in ("intermediate_size", "max_position_embeddings"):
         if reader.get(key) is not None:
             values[key] = reader.count(key)

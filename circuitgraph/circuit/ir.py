@@ -86,10 +86,18 @@ class State:
     heads: int
     dim: int
     dtype: str
+    value_dim: int | None = None
+    """Of `<name>.v`, where it differs from the keys'."""
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Columns of a head's keys and values."""
+        return self.dim, self.value_dim or self.dim
 
     def storage(self) -> tuple[Value, ...]:
-        shape = (self.layers, f"{self.name}_blocks", self.heads, f"{self.name}_block_size", self.dim)
-        return tuple(Value(f"{self.name}.{part}", TensorType(self.dtype, shape)) for part in ("k", "v"))
+        shape = (self.layers, f"{self.name}_blocks", self.heads, f"{self.name}_block_size")
+        parts = zip(("k", "v"), self.dims, strict=True)
+        return tuple(Value(f"{self.name}.{part}", TensorType(self.dtype, (*shape, dim))) for part, dim in parts)
 
     def metadata(self) -> tuple[Value, ...]:
         sequences = f"{self.name}_sequences"
@@ -105,7 +113,7 @@ class State:
     def bytes_per_row(self) -> int:
         """Bytes that one row (one token of one sequence) takes, over all layers, keys and values."""
         width = {"f32": 4, "bf16": 2, "f16": 2}[self.dtype]
-        return 2 * self.layers * self.heads * self.dim * width
+        return self.layers * self.heads * sum(self.dims) * width
 
 
 @dataclass(frozen=True)

@@ -197,8 +197,9 @@ class _Resolver:
             where = self.program.places["state", name]
             layers, heads, dim = (self._size(value, where, name) for value in (decl.layers, decl.heads, decl.dim))
             dtype = self._dtype(decl.dtype, where, name)
+            value_dim = None if decl.value_dim is None else self._size(decl.value_dim, where, name)
             if layers and heads and dim and dtype:
-                states.append(State(name, decl.kind, layers, heads, dim, dtype))
+                states.append(State(name, decl.kind, layers, heads, dim, dtype, value_dim))
         return tuple(states)
 
     def _tables(self) -> tuple[Table, ...]:

@@ -25,6 +25,7 @@ class StateDecl(_Strict):
     layers: StrictInt | StrictStr = 1
     heads: StrictInt | StrictStr
     dim: StrictInt | StrictStr
+    value_dim: StrictInt | StrictStr | None = None
     dtype: str = "kv"
 
 
