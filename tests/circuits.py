@@ -19,6 +19,7 @@ SMALL = {
     "draft_vocab_size": 40,
     "num_hidden_layers": 2,
     "shared_expert_intermediate_size": 24,
+    "aux_layers": 3,
     "q_lora_rank": 20,
     "kv_lora_rank": 24,
     "qk_nope_head_dim": 12,

@@ -120,9 +120,10 @@ class State:
 class Entry:
     """A slice of the graph that can be called: what it computes and which states it changes.
 
-    `rows` says what the row axis is: `sequences` (one row a sequence) or `context` (rows of several sequences, a
-    chunk at a time). An entry `on_request` is compiled only when it is asked for by name. Values that are `given` are
-    inputs of this entry, whatever makes them in others.
+    `rows` says what the row axis is: `sequences` (one row a sequence), `context` (rows of several sequences, a chunk at
+    a time) or `block` (some rows of each sequence that see each other; what they write is scratch). An entry
+    `on_request` is compiled only when it is asked for by name. Values that are `given` are inputs of this entry,
+    whatever makes them in others.
     """
 
     name: str

@@ -74,7 +74,7 @@ WhenDecl.model_rebuild()
 class EntryDecl(_Strict):
     """`given` names interior values that the caller hands in: nothing of what makes them is computed."""
 
-    rows: Literal["sequences", "context"] = "sequences"
+    rows: Literal["sequences", "context", "block"] = "sequences"
     given: list[str] = Field(default_factory=list)
     outputs: list[str] = Field(default_factory=list)
     effects: list[str] = Field(default_factory=list)
