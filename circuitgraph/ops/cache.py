@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..circuit.types import StateType, TensorType
-from .base import Attr, Cost, Op, Sample, TypeRuleError, need_float, need_rank, register
+from .base import Attr, Cost, Op, Sample, TypeRuleError, need_float, need_rank, random_tensors, register
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def _latent_sample(rows: int, of: tuple[str, dict]) -> Sample:
     def tensors(generator):
         cache, _, _ = made(generator)
         cache = replace(cache, v=torch.randn((*cache.k.shape[:4], 12), generator=generator))
-        wide, narrow = (torch.randn(kind.shape, generator=generator) for kind in (latent, rotated))
+        wide, narrow = random_tensors((latent, rotated), generator)
         return [cache, narrow, wide] if heads == 1 else [wide, narrow, cache]
 
     state = base.types[0]
