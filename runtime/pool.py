@@ -84,7 +84,7 @@ class BlockPool:
         self.total = self._size(blocks, memory_bytes)
         self.device = torch.device(device)
         self.storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = MappingProxyType(
-            {state.name: (self._allocate(state), self._allocate(state)) for state in circuit.states}
+            {state.name: (self._allocate(state, state.dims[0]), self._allocate(state, state.dims[1])) for state in circuit.states}
         )
         """State name to (keys, values), each dtype[layers, blocks, heads, block_size, dim]."""
         self._free = list(reversed(range(self.total)))
@@ -107,8 +107,8 @@ class BlockPool:
             raise RuntimeUseError(Fault("the pool would be empty", expected=expected, got=f"{memory_bytes or blocks}"))
         return blocks
 
-    def _allocate(self, state: State) -> torch.Tensor:
-        shape = (state.layers, self.total, state.heads, self.block_size, state.dim)
+    def _allocate(self, state: State, dim: int) -> torch.Tensor:
+        shape = (state.layers, self.total, state.heads, self.block_size, dim)
         with torch.inference_mode(False):  # it outlives the mode of whoever makes it
             return torch.zeros(shape, dtype=TORCH_DTYPES[state.dtype], device=self.device)
 

@@ -372,13 +372,13 @@ class DraftRunner(abc.ABC):
             self._check_storage(state, *storage[state.name])
 
     def _check_storage(self, state: State, k: torch.Tensor, v: torch.Tensor) -> None:
-        for part in (k, v):
+        for part, dim in zip((k, v), state.dims, strict=True):
             fits = part.dim() == 5 and part.dtype == TORCH_DTYPES[state.dtype] and part.device == self.device
-            fits = fits and part.is_contiguous() and part.shape == k.shape
-            fits = fits and (part.shape[0], part.shape[2], part.shape[4]) == (state.layers, state.heads, state.dim)
+            fits = fits and part.is_contiguous() and part.shape[:4] == k.shape[:4]
+            fits = fits and (part.shape[0], part.shape[2], part.shape[4]) == (state.layers, state.heads, dim)
             if not fits or self.block_size not in (None, part.shape[3]):
                 block = self.block_size or "block_size"
-                shape = f"[{state.layers}, blocks, {state.heads}, {block}, {state.dim}]"
+                shape = f"[{state.layers}, blocks, {state.heads}, {block}, {dim}]"
                 expected = f"contiguous {state.dtype}{shape} on {self.device}"
                 raise RuntimeUseError(
                     Fault("storage does not fit", where=self.circuit.name, subject=state.name, expected=expected, got=_kind(part))

@@ -17,7 +17,14 @@ SMALL = {
     "intermediate_size": 80,
     "vocab_size": 131,
     "draft_vocab_size": 40,
+    "num_hidden_layers": 2,
     "shared_expert_intermediate_size": 24,
+    "aux_layers": 3,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "latent_norm_eps": 1e-6,
     "num_experts": 8,
     "moe_intermediate_size": 16,
     "num_experts_per_tok": 3,
@@ -75,11 +82,11 @@ def random_cache(circuit: Circuit, lengths: list[int], generator: torch.Generato
     last = (length - 1).clamp(min=0)
     slot = table[torch.arange(n), (last // block_size).long()] * block_size + last % block_size
     slot = torch.where(length > 0, slot, torch.full_like(slot, -1)).to(torch.int32)
-    shape = (state.layers, blocks, state.heads, block_size, state.dim)
+    shape = (state.layers, blocks, state.heads, block_size)
     dtype = TORCH_DTYPES[state.dtype]
     return PagedKV(
-        k=torch.randn(shape, generator=generator).to(dtype),
-        v=torch.randn(shape, generator=generator).to(dtype),
+        k=torch.randn((*shape, state.dims[0]), generator=generator).to(dtype),
+        v=torch.randn((*shape, state.dims[1]), generator=generator).to(dtype),
         slot=slot,
         seq=torch.arange(n, dtype=torch.int32),
         table=table,

@@ -91,9 +91,8 @@ class Cache:
         random.Random(seed).shuffle(order)
         self.table = torch.tensor(order[: sequences * width], dtype=torch.int32).reshape(sequences, width)
         self.block_size = block_size
-        shape = (state.layers, len(order), state.heads, block_size, state.dim)
-        self.k = torch.full(shape, float("nan"), dtype=DTYPES[state.dtype])
-        self.v = self.k.clone()
+        shape = (state.layers, len(order), state.heads, block_size)
+        self.k, self.v = (torch.full((*shape, dim), float("nan"), dtype=DTYPES[state.dtype]) for dim in state.dims)
 
     def rows(self, rows: Sequence[Row]) -> Rows:
         """The tensors of one call."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import dataclass
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from circuitgraph.checkpoint import bind, load_circuit
 from circuitgraph.circuit.narrow import slice_entry
 from circuitgraph.circuit.text import circuit_from_json, circuit_to_json, format_circuit
-from circuitgraph.errors import ProgramError
+from circuitgraph.errors import CheckpointError, ProgramError
 from circuitgraph.interpreter import interpret
 from circuitgraph.language import parse_circuit
-from tests.fixture_cases import FIXTURES, Cases, fixture_tensors
+from tests.compiled_calls import Interpreted, compile_entries
+from tests.fixture_cases import FIXTURES, Cache, Cases, Row, fixture_tensors
 
 FOLDER = FIXTURES / "eagle3_llama"
 
@@ -50,8 +54,6 @@ class Eagle3:
 
 def tensors_in_draft_ids() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The cases with the three hiddens where other families have one, and drafts in the head's vocabulary; d2t."""
-    from safetensors.torch import load_file
-
     offsets = load_file(FOLDER / "model.safetensors")["d2t"]
     own = {int(target): draft for draft, target in enumerate(offsets + torch.arange(len(offsets)))}
     tensors = dict(fixture_tensors("eagle3_llama"))
@@ -65,7 +67,7 @@ def tensors_in_draft_ids() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 
 
 def cases_of(keys: str = "tpos", **switches) -> Cases:
-    bound = bind("auto", model=FOLDER, target_model=FOLDER / "target", switches=switches)
+    bound = bind("auto", model=FOLDER, target_model=FOLDER / "target", switches={"ids": "own", **switches})
     tensors, offsets = tensors_in_draft_ids()
     forward = Eagle3(bound.circuit, bound.load_weights(positions=64), offsets)
     return Cases(tensors, bound.circuit.states[0], forward, keys=keys)
@@ -138,3 +140,116 @@ def test_no_runner_drives_it_yet() -> None:
     bound = bind("auto", model=FOLDER, target_model=FOLDER / "target")
     with pytest.raises(RuntimeUseError, match="takes no 'hidden'; expected an input 'hidden'; got token, aux, position"):
         _ = ReferenceRunner(bound.circuit, bound.load_weights(positions=4)).hidden_size
+
+
+# -- ids that leave are the target's -------------------------------------------------------------------------------
+
+
+def drafted(forward, weights, state, steps: int = 4) -> tuple[list[int], torch.Tensor]:
+    """Case b: a greedy chain after 13 rows; its tokens are fed back as they leave."""
+    tensors = fixture_tensors("eagle3_llama")
+    cache = Cache(state)
+    aux, tokens = tensors["ctx.aux"], tensors["ctx.tokens"]
+    context = cache.rows([Row(0, i, int(tokens[i + 1]), aux[i]) for i in range(13)])
+    given = {"token": context.token, "aux": context.hidden, "position": context.position}
+    forward.run("context", given, weights, {"kv": context.kv})
+    row, entry, name, made, logprobs = Row(0, 13, int(tokens[14]), aux[13]), "first", "aux", [], []
+    for _ in range(steps):
+        rows = cache.rows([row])
+        out = forward.run(entry, {"token": rows.token, name: rows.hidden, "position": rows.position}, weights, {"kv": rows.kv})
+        made.append(int(out["draft"]))
+        logprobs.append(out["logprob"])
+        row, entry, name = Row(0, row.index + 1, made[-1], out["next_hidden"][0].float()), "draft", "hidden"
+    return made, torch.cat(logprobs)
+
+
+@pytest.mark.parametrize("kind", ["interpreted", "compiled"])
+def test_drafts_are_ids_of_the_target(kind: str, tmp_path) -> None:
+    bound = bind("auto", model=FOLDER, target_model=FOLDER / "target")
+    weights = bound.load_weights(positions=64)
+    assert weights["d2t"].dtype == torch.int64
+    pieces = [("first", 1), ("draft", 1), ("context", 13)]
+    forward = compile_entries(bound.circuit, pieces, tmp_path) if kind == "compiled" else Interpreted(bound.circuit)
+    tokens, logprobs = drafted(forward, weights, bound.circuit.states[0])
+    want = fixture_tensors("eagle3_llama")
+    assert tokens == want["b.tokens"].tolist()
+    assert tokens != want["b.draft_ids"].tolist()
+    torch.testing.assert_close(logprobs, want["b.logprobs"], rtol=0, atol=1e-4)
+    wrong = {**weights, "d2t": weights["d2t"].roll(1)}
+    assert drafted(forward, wrong, bound.circuit.states[0])[0] != want["b.tokens"].tolist()
+
+
+# -- names and layers ----------------------------------------------------------------------------------------------
+
+
+def changed_head(folder, change, **config):
+    shutil.copytree(FOLDER, folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(change(tensors), folder / "model.safetensors")
+    original = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**original, **config}))
+    return bind("auto", model=folder, target_model=folder / "target")
+
+
+def test_names_of_speculators_are_the_same_head(tmp_path) -> None:
+    def renamed(tensors):
+        return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+
+    bound = changed_head(tmp_path / "head", renamed)
+    assert bound.tensors["q_proj"].name == "layers.0.self_attn.q_proj.weight"
+    tokens, _ = drafted(Interpreted(bound.circuit), bound.load_weights(positions=64), bound.circuit.states[0])
+    assert tokens == fixture_tensors("eagle3_llama")["b.tokens"].tolist()
+
+
+def second_layer(tensors: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+    """A second, ordinary layer; with a scale of 0 it adds nothing to the residual stream."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = {
+        "self_attn.q_proj": (64, 64),
+        "self_attn.k_proj": (32, 64),
+        "self_attn.v_proj": (32, 64),
+        "self_attn.o_proj": (64, 64),
+        "mlp.gate_proj": (160, 64),
+        "mlp.up_proj": (160, 64),
+        "mlp.down_proj": (64, 160),
+    }
+    made = {}
+    for name, shape in shapes.items():
+        factor = scale if name in ("self_attn.o_proj", "mlp.down_proj") else 1.0
+        made[f"layers.1.{name}.weight"] = (torch.randn(shape, generator=generator) * factor / 8).to(torch.float16)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        made[f"layers.1.{name}.weight"] = torch.ones(64, dtype=torch.float16)
+    return {**tensors, **made}
+
+
+@pytest.mark.parametrize("kind", ["interpreted", "compiled"])
+def test_a_head_of_two_layers(kind: str, tmp_path) -> None:
+    want = fixture_tensors("eagle3_llama")
+    runs = {}
+    for scale in (0.0, 1.0):
+        bound = changed_head(tmp_path / f"head{scale}", lambda tensors, s=scale: second_layer(tensors, s), num_hidden_layers=2)
+        assert bound.circuit.states[0].layers == 2
+        pieces = [("first", 1), ("draft", 1), ("context", 13)]
+        (tmp_path / f"code{scale}").mkdir()
+        compiled = kind == "compiled"
+        forward = compile_entries(bound.circuit, pieces, tmp_path / f"code{scale}") if compiled else Interpreted(bound.circuit)
+        runs[scale] = drafted(forward, bound.load_weights(positions=64), bound.circuit.states[0])
+    assert runs[0.0][0] == want["b.tokens"].tolist()
+    torch.testing.assert_close(runs[0.0][1], want["b.logprobs"], rtol=0, atol=1e-4)
+    assert (runs[1.0][1] - want["b.logprobs"]).abs().max() > 1e-2
+
+
+def test_a_layer_that_the_config_denies_is_refused(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight: no weight of the program uses this tensor"):
+        changed_head(tmp_path / "head", lambda tensors: second_layer(tensors, 1.0))
+
+
+def test_a_head_without_a_map_is_refused_unless_ids_are_its_own(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match=r"no tensor for weight 'd2t'"):
+        changed_head(tmp_path / "head", lambda tensors: {name: t for name, t in tensors.items() if name != "d2t"})
+    bind("auto", model=tmp_path / "head", target_model=FOLDER / "target", switches={"ids": "own"})
+
+
+def test_a_map_of_floats_is_refused(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match=r"weight 'd2t' cannot be read from this dtype; expected i64; got f32"):
+        changed_head(tmp_path / "head", lambda tensors: {**tensors, "d2t": tensors["d2t"].float()})

@@ -231,7 +231,7 @@ REFUSALS: dict[str, tuple[list[tuple[str, str]], str]] = {
     ),
     "key has no such value": (
         [("draft: {outputs: [y]}", "draft: {rows: columns}")],
-        "p.yaml:21: entries.draft.rows: Input should be 'sequences' or 'context'; got 'columns'",
+        "p.yaml:21: entries.draft.rows: Input should be 'sequences', 'context' or 'block'; got 'columns'",
     ),
     "key is given twice": (
         [("outputs: {y: y}", "outputs: {y: y, y: x}")],

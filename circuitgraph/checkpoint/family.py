@@ -130,6 +130,7 @@ class Family:
                 made[key] = config.find(key)
                 continue
             parts = [made.get(name, config.find(name)) for name in text.split(" * ")] if isinstance(text, str) else [text]
+            parts = [len(part) if isinstance(part, list) else part for part in parts]
             if None not in parts:  # otherwise the program's key is missing, which is told where it is needed
                 made[key] = math.prod(parts)
         return made

@@ -86,10 +86,18 @@ class State:
     heads: int
     dim: int
     dtype: str
+    value_dim: int | None = None
+    """Of `<name>.v`, where it differs from the keys'."""
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Columns of a head's keys and values."""
+        return self.dim, self.value_dim or self.dim
 
     def storage(self) -> tuple[Value, ...]:
-        shape = (self.layers, f"{self.name}_blocks", self.heads, f"{self.name}_block_size", self.dim)
-        return tuple(Value(f"{self.name}.{part}", TensorType(self.dtype, shape)) for part in ("k", "v"))
+        shape = (self.layers, f"{self.name}_blocks", self.heads, f"{self.name}_block_size")
+        parts = zip(("k", "v"), self.dims, strict=True)
+        return tuple(Value(f"{self.name}.{part}", TensorType(self.dtype, (*shape, dim))) for part, dim in parts)
 
     def metadata(self) -> tuple[Value, ...]:
         sequences = f"{self.name}_sequences"
@@ -105,16 +113,17 @@ class State:
     def bytes_per_row(self) -> int:
         """Bytes that one row (one token of one sequence) takes, over all layers, keys and values."""
         width = {"f32": 4, "bf16": 2, "f16": 2}[self.dtype]
-        return 2 * self.layers * self.heads * self.dim * width
+        return self.layers * self.heads * sum(self.dims) * width
 
 
 @dataclass(frozen=True)
 class Entry:
     """A slice of the graph that can be called: what it computes and which states it changes.
 
-    `rows` says what the row axis is: `sequences` (one row a sequence) or `context` (rows of several sequences, a
-    chunk at a time). An entry `on_request` is compiled only when it is asked for by name. Values that are `given` are
-    inputs of this entry, whatever makes them in others.
+    `rows` says what the row axis is: `sequences` (one row a sequence), `context` (rows of several sequences, a chunk at
+    a time) or `block` (some rows of each sequence that see each other; what they write is scratch). An entry
+    `on_request` is compiled only when it is asked for by name. Values that are `given` are inputs of this entry,
+    whatever makes them in others.
     """
 
     name: str

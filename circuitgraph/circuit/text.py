@@ -25,6 +25,7 @@ def format_circuit(circuit: Circuit) -> str:
         lines.append("state:")
     for state in circuit.states:
         sizes = f"layers: {state.layers}, heads: {state.heads}, dim: {state.dim}, dtype: {state.dtype}"
+        sizes += f", value_dim: {state.value_dim}" if state.value_dim else ""
         lines.append(f"  {state.name}: {{kind: {state.kind}, {sizes}}}")
     if circuit.tables:
         lines.append("tables:")
@@ -73,7 +74,7 @@ def circuit_to_json(circuit: Circuit) -> dict[str, Any]:
         "dtypes": dict(circuit.dtypes),
         "facts": dict(circuit.facts),
         "inputs": [{"name": i.name, "type": _type_json(i.type), "source": i.source} for i in circuit.inputs],
-        "states": [vars(state) for state in circuit.states],
+        "states": [{key: value for key, value in vars(state).items() if value is not None} for state in circuit.states],
         "tables": [vars(table) for table in circuit.tables],
         "weights": [{"name": w.name, "type": _type_json(w.type)} for w in circuit.weights],
         "nodes": [

@@ -22,10 +22,11 @@ class Ref:
 
 @dataclass(frozen=True)
 class Item:
-    """One of a repeated block's weights: `layers[i]`."""
+    """One of a repeated block's weights: `layers[i]`, or one weight in it: `layers[i].q_proj`."""
 
     name: str
     index: Expression
+    rest: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,13 @@ def _dotted(node: ast.expr, where: Location) -> str:
 
 
 def _expression(node: ast.expr, where: Location) -> Expression:
+    item, rest = node, ""
+    while isinstance(item, ast.Attribute):
+        item, rest = item.value, f"{item.attr}.{rest}".rstrip(".")
+    if isinstance(item, ast.Subscript):
+        return Item(_dotted(item.value, where), _expression(item.slice, where), rest)
     if isinstance(node, ast.Name | ast.Attribute):
         return Ref(_dotted(node, where))
-    if isinstance(node, ast.Subscript):
-        return Item(_dotted(node.value, where), _expression(node.slice, where))
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | bool):
         return Literal(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):

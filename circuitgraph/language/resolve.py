@@ -197,8 +197,9 @@ class _Resolver:
             where = self.program.places["state", name]
             layers, heads, dim = (self._size(value, where, name) for value in (decl.layers, decl.heads, decl.dim))
             dtype = self._dtype(decl.dtype, where, name)
+            value_dim = None if decl.value_dim is None else self._size(decl.value_dim, where, name)
             if layers and heads and dim and dtype:
-                states.append(State(name, decl.kind, layers, heads, dim, dtype))
+                states.append(State(name, decl.kind, layers, heads, dim, dtype, value_dim))
         return tuple(states)
 
     def _tables(self) -> tuple[Table, ...]:
@@ -447,8 +448,8 @@ class _Resolver:
             self._fault(f"unknown name '{name}'", at.where, subject=at.targets[0], hint=hint)
         raise _Refused
 
-    def _item(self, item: Item, at: Statement, scope: dict[str, Any], later: dict) -> _Namespace:
-        """One of a repeated block's weights."""
+    def _item(self, item: Item, at: Statement, scope: dict[str, Any], later: dict) -> Any:
+        """One of a repeated block's weights, or a weight in it."""
         group = self._lookup(item.name, at, scope, later)
         index = self._arithmetic(item.index, at.where, at.targets[0], scope)
         if not isinstance(group, _Namespace) or group.count is None:
@@ -458,7 +459,16 @@ class _Resolver:
             expected = f"0..{group.count - 1}" if group.count else "none: it is repeated 0 times"
             self._fault(f"'{item.name}' has no [{index}]", at.where, subject=at.targets[0], expected=expected)
             raise _Refused
-        return _Namespace(f"{group.prefix}_{index}")
+        one = f"{group.prefix}_{index}"
+        if not item.rest:
+            return _Namespace(one)
+        full = f"{one}.{item.rest}"
+        if full not in scope:
+            inside = [key.removeprefix(f"{one}.") for key in scope if key.startswith(f"{one}.")]
+            hint = did_you_mean(item.rest, inside)
+            self._fault(f"'{item.name}[{index}]' has no '{item.rest}' here", at.where, subject=at.targets[0], hint=hint)
+            raise _Refused
+        return scope[full]
 
     def _select(self, call: Call, at: Statement, scope, prefix, later, targets) -> tuple[Any, ...]:
         if len(call.args) != 1 or not isinstance(call.args[0], Ref) or not call.kwargs:

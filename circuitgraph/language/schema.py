@@ -25,6 +25,7 @@ class StateDecl(_Strict):
     layers: StrictInt | StrictStr = 1
     heads: StrictInt | StrictStr
     dim: StrictInt | StrictStr
+    value_dim: StrictInt | StrictStr | None = None
     dtype: str = "kv"
 
 
@@ -73,7 +74,7 @@ WhenDecl.model_rebuild()
 class EntryDecl(_Strict):
     """`given` names interior values that the caller hands in: nothing of what makes them is computed."""
 
-    rows: Literal["sequences", "context"] = "sequences"
+    rows: Literal["sequences", "context", "block"] = "sequences"
     given: list[str] = Field(default_factory=list)
     outputs: list[str] = Field(default_factory=list)
     effects: list[str] = Field(default_factory=list)

@@ -119,11 +119,10 @@ def _storage(
     state: State, spans: Sequence[Span], table: torch.Tensor, block_size: int, generator: torch.Generator, poison: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = int(table.max()) + 1 + SPARE_BLOCKS
-    shape = (state.layers, blocks, state.heads, block_size, state.dim)
     dtype = TORCH_DTYPES[state.dtype]
     parts = []
-    for _ in range(2):
-        values = torch.randn(shape, generator=generator).to(dtype)
+    for dim in state.dims:
+        values = torch.randn((state.layers, blocks, state.heads, block_size, dim), generator=generator).to(dtype)
         if poison:
             seen = torch.zeros(blocks, block_size, dtype=torch.bool)
             for index, span in enumerate(spans):

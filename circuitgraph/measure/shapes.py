@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ class Shape:
     context_rows: Sequence[int] = (64, 1024)
     entries: Sequence[str] | None = None
     act: str = "bf16"
+    switches: Mapping[str, Any] = field(default_factory=dict)
 
     def pieces(self, circuit: Circuit, widths: Sequence[int] | None = None) -> list[tuple[str, int]]:
         """(entry, rows) of every program."""
@@ -86,6 +87,8 @@ SHAPES = {
                 "draft_vocab_size": 32000,
             },
             entries=("first", "draft", "context"),
+            # Own ids: the CUDA target has no kernel for `target_ids`.
+            switches={"ids": "own"},
         ),
         # One layer's attention at the heads of both 8B shapes.
         Shape(
@@ -130,6 +133,7 @@ def compile_shape(
         out=out,
         target=target,
         family=shape.family,
+        switches=shape.switches,
         widths=widths or shape.widths,
         context_rows=shape.context_rows,
         entries=shape.entries,

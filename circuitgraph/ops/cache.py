@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..circuit.types import StateType, TensorType
-from .base import Attr, Cost, Op, Sample, TypeRuleError, need_float, need_rank, register
+from .base import Attr, Cost, Op, Sample, TypeRuleError, need_float, need_rank, random_tensors, register
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,100 @@ class Attention(Op):
 
         q = TensorType("f32", (rows, 4, 8))
         return [Sample((q, types[1]), {"scale": 0.35, "layer": 0}, tensors)]
+
+
+@register
+class AppendLatent(Op):
+    """`append` for latent attention: the rotated part as the cache's keys, the latent as its values, one head of each."""
+
+    name = "append_latent"
+    inputs = ("cache", "rotated", "latent")
+    attrs = {"layer": Attr(int, 0)}
+    addressing = ("slot",)
+
+    @staticmethod
+    def infer(types, attrs, ctx):
+        cache, rotated, latent = types
+        if not isinstance(cache, StateType):
+            raise TypeRuleError("the first argument must be a state", got=str(cache))
+        need_float(types, 1, 2)
+        need_rank(rotated, (3,), "the rotated part")
+        need_rank(latent, (3,), "the latent")
+        if (rotated.dtype, *rotated.shape[:2]) != (latent.dtype, *latent.shape[:2]) or latent.shape[1] != 1:
+            raise TypeRuleError("one head of both, a row for each", expected=f"{rotated.dtype}[rows, 1, ...]", got=str(latent))
+        return (cache,)
+
+    reference = Append.reference
+
+    @staticmethod
+    def cost(ins, outs, attrs, context):
+        return Cost(2 * (ins[1].bytes() + ins[2].bytes()), 0)
+
+    @staticmethod
+    def samples(rows):
+        return [_latent_sample(rows, ("append_latent", {"layer": 1}))]
+
+
+@register
+class LatentAttention(Op):
+    """softmax(scale * (q_latent latent^T + q_rotated rotated^T)) latent: attention whose keys and values are one latent row,
+    with projections absorbed into queries and outputs (DeepSeek-V2). Which rows are visible: as `attention`.
+    """
+
+    name = "latent_attention"
+    inputs = ("q_latent", "q_rotated", "cache")
+    attrs = {"scale": Attr(float), "layer": Attr(int, 0)}
+    addressing = ("seq", "table", "start", "length")
+
+    @staticmethod
+    def infer(types, attrs, ctx):
+        q_latent, q_rotated, cache = types
+        need_float(types, 0, 1)
+        need_rank(q_latent, (3,), "q_latent")
+        need_rank(q_rotated, (3,), "q_rotated")
+        if (q_latent.dtype, *q_latent.shape[:2]) != (q_rotated.dtype, *q_rotated.shape[:2]):
+            raise TypeRuleError("both parts of the queries have the same heads", expected=str(q_latent), got=str(q_rotated))
+        if not isinstance(cache, StateType):
+            raise TypeRuleError("the third argument must be a state", got=str(cache))
+        return (q_latent,)
+
+    @staticmethod
+    def reference(args, attrs, ctx):
+        q_latent, q_rotated, cache = args
+        # Ordinary attention with keys [latent | rotated] and, beside the latent, values of which nothing is kept.
+        joined = replace(cache, k=torch.cat([cache.v, cache.k], -1), v=torch.cat([cache.v, torch.zeros_like(cache.k)], -1))
+        q = torch.cat([q_latent, q_rotated], -1)
+        (mixed,) = Attention.reference([q, joined], attrs, ctx)
+        return (mixed[..., : q_latent.shape[2]],)
+
+    @staticmethod
+    def cost(ins, outs, attrs, context):
+        rows, heads, latent = ins[0].shape
+        moved = ins[0].bytes() + ins[1].bytes() + outs[0].bytes()
+        return Cost(moved, 2 * rows * heads * (2 * latent + ins[1].shape[2]) * context)
+
+    @staticmethod
+    def samples(rows):
+        return [_latent_sample(rows, ("latent_attention", {"scale": 0.35, "layer": 0}))]
+
+
+def _latent_sample(rows: int, of: tuple[str, dict]) -> Sample:
+    """As `_cache_sample`, with 8 rotated columns and 12 latent ones."""
+    base = _cache_sample(rows, keys=1, per_key=1)
+    made = base.tensors
+    assert made is not None, "a cache cannot be made of random floats"
+    heads = 1 if of[0] == "append_latent" else 4
+    latent, rotated = TensorType("f32", (rows, heads, 12)), TensorType("f32", (rows, heads, 8))
+
+    def tensors(generator):
+        cache, _, _ = made(generator)
+        cache = replace(cache, v=torch.randn((*cache.k.shape[:4], 12), generator=generator))
+        wide, narrow = random_tensors((latent, rotated), generator)
+        return [cache, narrow, wide] if heads == 1 else [wide, narrow, cache]
+
+    state = base.types[0]
+    types = (state, rotated, latent) if heads == 1 else (latent, rotated, state)
+    return Sample(types, of[1], tensors)
 
 
 def _cache_sample(rows: int, keys: int, per_key: int) -> Sample:

@@ -6,6 +6,7 @@ import torch
 
 from ..circuit.types import TensorType
 from .base import (
+    Attr,
     Cost,
     Op,
     Sample,
@@ -62,6 +63,59 @@ class Linear(Op):
     def samples(rows):
         x, weight = TensorType("f32", (rows, 48)), TensorType("bf16", (33, 48))
         return [Sample((x, weight), {}), Sample((x, weight, TensorType("bf16", (33,))), {})]
+
+
+@register
+class HeadLinear(Op):
+    """A matrix of its own for each head: rows start..start+size-1 of the head's block W_h of the weight [heads * block, L].
+
+    into latent: y[n, h] = x[n, h] @ W_h, [n, h, size] to [n, h, L]. into heads: y[n, h] = W_h x[n, h], the other way round.
+    Latent attention absorbs its up-projections so: DeepSeek-V2's kv_b_proj holds those of keys and values, head by head.
+    """
+
+    name = "head_linear"
+    inputs = ("x", "weight")
+    attrs = {"start": Attr(int), "size": Attr(int), "into": Attr(str, choices=("latent", "heads"))}
+
+    @staticmethod
+    def infer(types, attrs, ctx):
+        x, weight = types
+        need_float(types, 0, 1)
+        need_rank(x, (3,), "x")
+        need_rank(weight, (2,), "the weight")
+        rows, heads, _ = x.shape
+        start, size, latent = attrs["start"], attrs["size"], weight.shape[1]
+        if weight.shape[0] % heads or start < 0 or size < 1 or start + size > weight.shape[0] // heads:
+            expected = f"a weight [{heads} * block, L] with rows {start}..{start + size - 1} in each block"
+            raise TypeRuleError("heads and weight do not fit", expected=expected, got=str(weight))
+        need_shape(x, (rows, heads, size if attrs["into"] == "latent" else latent), "x")
+        return (TensorType(x.dtype, (rows, heads, latent if attrs["into"] == "latent" else size)),)
+
+    @staticmethod
+    def reference(args, attrs, ctx):
+        x, weight = args
+        blocks = weight.float().unflatten(0, (x.shape[1], -1))[:, attrs["start"] : attrs["start"] + attrs["size"]]
+        y = torch.einsum("nhd,hdl->nhl" if attrs["into"] == "latent" else "nhl,hdl->nhd", x.float(), blocks)
+        return (y.to(x.dtype),)
+
+    @staticmethod
+    def reads(position, ins, attrs):
+        x, weight = ins
+        return weight.bytes() * attrs["size"] * x.shape[1] // weight.shape[0] if position == 1 else None
+
+    @staticmethod
+    def cost(ins, outs, attrs, context):
+        moved = ins[0].bytes() + (HeadLinear.reads(1, ins, attrs) or 0) + outs[0].bytes()
+        return Cost(moved, 2 * ins[0].elements() * outs[0].shape[2])
+
+    @staticmethod
+    def samples(rows):
+        weight = TensorType("bf16", (3 * 9, 14))
+        into, out = {"start": 0, "size": 4, "into": "latent"}, {"start": 4, "size": 5, "into": "heads"}
+        return [
+            Sample((TensorType("f32", (rows, 3, 4)), weight), into),
+            Sample((TensorType("f32", (rows, 3, 14)), weight), out),
+        ]
 
 
 @register

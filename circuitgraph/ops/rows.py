@@ -197,6 +197,47 @@ class Cat(Op):
 
 
 @register
+class TargetIds(Op):
+    """y[i] = ids[i] + offsets[ids[i]]: ids of a drafter's own, smaller vocabulary to ids of the target's (EAGLE-3's `d2t`)."""
+
+    name = "target_ids"
+    inputs = ("ids", "offsets")
+
+    @staticmethod
+    def infer(types, attrs, ctx):
+        ids, offsets = types
+        need_rank(ids, (1,), "ids")
+        need_rank(offsets, (1,), "the offsets")
+        if ids.dtype != "i32" or offsets.dtype not in ("i32", "i64"):
+            raise TypeRuleError("ids are i32, offsets i32 or i64", got=f"{ids} and {offsets}")
+        return (ids,)
+
+    @staticmethod
+    def reference(args, attrs, ctx):
+        ids, offsets = args
+        return ((ids + offsets[ids.long()]).to(torch.int32),)
+
+    @staticmethod
+    def reads(position, ins, attrs):
+        ids, offsets = ins
+        return offsets.bytes() // offsets.elements() * ids.elements() if position == 1 else None
+
+    @staticmethod
+    def cost(ins, outs, attrs, context):
+        return element_cost((ins[0], *outs), outs, 0)
+
+    @staticmethod
+    def samples(rows):
+        types = (TensorType("i32", (rows,)), TensorType("i64", (31,)))
+
+        def tensors(generator):
+            ids = torch.randint(0, 31, (rows,), generator=generator, dtype=torch.int32)
+            return [ids, torch.randint(0, 9, (31,), generator=generator)]
+
+        return [Sample(types, {}, tensors)]
+
+
+@register
 class Columns(Op):
     """Vectors [n] side by side: y[i, j] = x_j[i]. What several heads drafted, as one tensor."""
 

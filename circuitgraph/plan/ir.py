@@ -113,9 +113,9 @@ class Plan:
         flops = 0
         for node in group.nodes:
             ins, outs = [types[name] for name in node.inputs], [value.type for value in node.outputs]
-            if node.op in ("append", "attention"):
+            if any(isinstance(item, StateType) for item in ins):
                 state = next(state for state in self.circuit.states if StateType(state.name) in ins)
-                rows = 1 if node.op == "append" else context
+                rows = 1 if StateType(state.name) in outs else context  # a new version has one row more
                 moved += state.bytes_per_row() // state.layers * self.rows * rows
             flops += TABLE[node.op].cost(ins, outs, node.attr, context).flops
         return Cost(moved, flops)

@@ -388,11 +388,12 @@ def test_a_key_that_the_program_needs() -> None:
 def test_an_unknown_model() -> None:
     model = edited("mimo_mtp", config={"model_type": "mimo_v2"})
     told = refusal(lambda: bind("auto", model=model))
-    assert told.startswith(
-        "m/config.json: no family recognises this config; expected eagle1_llama: model_type llama and num_hidden_layers 1 and "
-        "draft_vocab_size absent and architectures LlamaForCausalLM/LlamaForCausalLMEagle/EagleLlamaForCausalLM; "
+    assert told.startswith("m/config.json: no family recognises this config; expected deepseek_v3_mtp: model_type deepseek_v3; ")
+    eagle1 = (
+        "eagle1_llama: model_type llama and num_hidden_layers 1 and draft_vocab_size absent and "
+        "architectures LlamaForCausalLM/LlamaForCausalLMEagle/EagleLlamaForCausalLM"
     )
-    for family in ("medusa1: medusa_num_heads present", "llama_mtp: model_type llama_mtp", "mimo_mtp: model_type mimo"):
+    for family in (eagle1, "medusa1: medusa_num_heads present", "llama_mtp: model_type llama_mtp", "mimo_mtp: model_type mimo"):
         assert f"; {family}; " in told
     assert bind("mtp_dense", model=model, family="mimo_mtp").family == "mimo_mtp"
 

@@ -244,7 +244,8 @@ def test_shapes_bind(name, tmp_path):
     file.write_text(json.dumps(shape.full_config()))
     from circuitgraph.checkpoint import bind
 
-    circuit = bind(shape.program, model=file, family=shape.family, act=shape.act, kv=shape.act, wt=shape.act).circuit
+    dtypes = dict.fromkeys(("act", "kv", "wt"), shape.act)
+    circuit = bind(shape.program, model=file, family=shape.family, switches=shape.switches, **dtypes).circuit
     known = {entry.name for entry in circuit.entries}
     assert set(shape.entries or ()) <= known
     sizes = {

@@ -140,6 +140,7 @@ ROW_EMITTERS = {
     "sigmoid": _mapped(row_ops.emit_sigmoid),
     "append": _append,
     "columns": lambda env, node, lanes: row_ops.emit_columns([env.buffer(name) for name in node.inputs], env.buffer(node.name)),
+    "target_ids": lambda env, node, lanes: row_ops.emit_target_ids(*(env.buffer(name) for name in (*node.inputs, node.name))),
     "shift": lambda env, node, lanes: row_ops.emit_shift(env.buffer(node.inputs[0]), node.attr["by"], env.buffer(node.name)),
     "zero_at": lambda env, node, lanes: row_ops.emit_zero_rows(
         *(env.buffer(name) for name in node.inputs), node.attr["value"], env.buffer(node.name), lanes=lanes

@@ -249,3 +249,15 @@ def emit_columns(inputs, out):
     with T.serial(0, shape_of(out)[0]) as row:
         for column, buffer in enumerate(inputs):
             T.buffer_store(out, T.BufferLoad(buffer, [row]), [row, column])
+
+
+def emit_target_ids(ids, offsets, out):
+    """out = ids + offsets[ids], where that is inside the table; other ids stay. ids, out: int32 [n]; offsets: [V]."""
+    with T.serial(0, shape_of(ids)[0]) as row:
+        index = T.bind(T.BufferLoad(ids, [row]))
+        known = T.And(index >= 0, index < shape_of(offsets)[0])
+        with T.If(known):
+            with T.Then():
+                T.buffer_store(out, index + T.Cast("int32", T.BufferLoad(offsets, [index])), [row])
+            with T.Else():
+                T.buffer_store(out, index, [row])

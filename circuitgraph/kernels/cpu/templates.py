@@ -17,7 +17,22 @@ from ...plan.ir import VIEWS, Group, Plan, Scratch
 from ..base import Kernel, kernel, within
 from .sizes import Tile, attention_scratch_floats, attention_splits, default_tile, linear_scratch_floats, top1_tasks
 
-ROW_OPS = ("add", "append", "cat", "columns", "embed", "mul", "part", "rms_norm", "rope", "shift", "sigmoid", "silu", "zero_at")
+ROW_OPS = (
+    "add",
+    "append",
+    "cat",
+    "columns",
+    "embed",
+    "mul",
+    "part",
+    "rms_norm",
+    "rope",
+    "shift",
+    "sigmoid",
+    "silu",
+    "target_ids",
+    "zero_at",
+)
 """Ops with a row-wise emitter (`emission.ROW_EMITTERS`)."""
 VECTOR_OPS = ("add", "mul", "sigmoid", "silu")
 """Ops that an epilogue can do on vectors (`emission.VECTOR_FORMS`)."""
