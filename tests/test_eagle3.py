@@ -251,5 +251,5 @@ def test_a_head_without_a_map_is_refused_unless_ids_are_its_own(tmp_path) -> Non
 
 
 def test_a_map_of_floats_is_refused(tmp_path) -> None:
-    with pytest.raises(CheckpointError, match=r"weight 'd2t' cannot be read from this dtype; expected i64; got f32"):
+    with pytest.raises(CheckpointError, match=r"d2t: the table cannot be read from this dtype; expected i64; got f32"):
         changed_head(tmp_path / "head", lambda tensors: {**tensors, "d2t": tensors["d2t"].float()})
