@@ -180,16 +180,6 @@ class TensorFiles:
                 self._headers[file] = _read_header(file)
         return self._headers[file]
 
-    def _stacked_info(self, name: str) -> TensorInfo:
-        """Of the stack; its parts must be equal in dtype and shape."""
-        first, *others = (self.info(part) for part in self.parts(name))
-        for other in others:
-            if (other.dtype, other.shape) != (first.dtype, first.shape):
-                expected = f"{first} as in '{first.name}'"
-                fault = Fault("experts differ", where=str(other.file), subject=other.name, expected=expected, got=str(other))
-                raise CheckpointError(fault)
-        return TensorInfo(name, first.dtype, (len(others) + 1, *first.shape), first.file)
-
     def load(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The tensors, memory-mapped on the CPU: pages are read when touched, and nothing is copied, but for strided views
         and old files among PyTorch's.
