@@ -63,7 +63,8 @@ def test_targets_are_parsed():
     ("text", "says"),
     [
         ("cuda:sm_91", "target 'cuda:sm_91': no target 'cuda:sm_91'. Did you mean 'sm_"),
-        ("cuda:sm_80,,sm_90a", "target 'cuda:sm_80,,sm_90a': no target 'cuda:'. Known: sm_100"),
+        ("cuda:sm_80,,sm_90a", "target 'cuda:sm_80,,sm_90a': an architecture is missing."),
+        ("cuda:", "target 'cuda:': an architecture is missing."),
         ("cuda:sm_80,sm_90a,sm_80", "'sm_80' is there twice. Name every architecture once"),
         ("rocm", "no target 'rocm'. Known: cpu, cuda"),
     ],
