@@ -126,8 +126,7 @@ class Batch:
         made = self.runner.chain_packed(max(counts), rows, stacked([hiddens]), self.pool.storage, allowed)
         if made is not None:
             return made
-        chain = self.chain(tokens, hiddens, positions, states, counts, allowed=allowed)
-        return chain.drafts.tolist(), chain.logprobs.tolist()
+        return self.chain(tokens, hiddens, positions, states, counts, allowed=allowed).read()
 
     def context(
         self,

@@ -69,7 +69,7 @@ class CompiledRunner(DraftRunner):
         if fallback == "single" and 1 not in manifest.widths("draft"):
             raise ArtifactError(Fault("has no one-row draft program, which fallback='single' needs", where=manifest.program))
         self.fallback = fallback
-        self.weights = check_weights(manifest, weights, self.device)
+        self.weights = self._fitting(weights)
         with no_autograd():
             workspace = _Workspace(manifest, self.device)
             self._programs = {
@@ -92,8 +92,12 @@ class CompiledRunner(DraftRunner):
         Raises:
             RuntimeUseError: one that does not fit; then none was changed.
         """
-        self.weights = check_weights(self.manifest, {**self.weights, **weights}, self.device)
+        self.weights = self._fitting({**self.weights, **weights})
         self._bind()
+
+    def _fitting(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The weights, checked: nothing has changed where one is refused."""
+        return check_weights(self.manifest, weights, self.device)
 
     # -- facts -------------------------------------------------------------------------------------------------
 

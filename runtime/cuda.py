@@ -35,6 +35,24 @@ MOST_GRAPHS = 64
 """Graphs kept per runner; beyond that the one that was used longest ago is dropped."""
 
 
+def check_alignment(weights: Mapping[str, torch.Tensor], where: str) -> None:
+    """Raises RuntimeUseError for weights that kernels cannot read 16 bytes at a time."""
+    faults = [
+        Fault(
+            "kernels read 16 bytes at a time",
+            where=where,
+            subject=name,
+            expected="an address that 16 divides",
+            got=f"one that is {tensor.data_ptr() % 16} bytes beyond",
+            hint="Give a tensor of its own, `.clone()`, in place of that view.",
+        )
+        for name, tensor in weights.items()
+        if tensor.data_ptr() % 16
+    ]
+    if faults:
+        raise RuntimeUseError(faults)
+
+
 class CudaRunner(CompiledRunner):
     """See `CompiledRunner`. Integer arguments may lie on the device or in host memory.
 
@@ -67,14 +85,19 @@ class CudaRunner(CompiledRunner):
         self._graphs.clear()  # graphs hold the addresses of the old weights
         self._routes.clear()
         self.newest = None
-        faults = [
-            Fault("kernels read 16 bytes at a time", where=self.circuit.name, subject=name, expected="an aligned tensor")
-            for name, tensor in self.weights.items()
-            if tensor.data_ptr() % 16
-        ]
-        if faults:
-            raise RuntimeUseError(faults)
         super()._bind()
+
+    def _fitting(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        checked = super()._fitting(weights)
+        check_alignment(checked, self.circuit.name)
+        return checked
+
+    def _check_allowed(self, allowed: torch.Tensor | None, n: int) -> None:
+        super()._check_allowed(allowed, n)
+        if allowed is not None and allowed.device.type == "cpu" and torch.cuda.is_current_stream_capturing():
+            hint = "Put it into a device tensor, and write that before each replay."
+            fault = Fault("a mask of the host cannot be part of a graph", where=self.circuit.name, subject="allowed", hint=hint)
+            raise RuntimeUseError(fault)
 
     def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
         if tensor.shape != shape or tensor.dtype != torch.int32 or tensor.device not in (self.device, torch.device("cpu")):
@@ -91,7 +114,7 @@ class CudaRunner(CompiledRunner):
 
     @no_autograd()
     def draft(self, token, hidden, position, kv) -> DraftStep:
-        if torch.cuda.is_current_stream_capturing() or len(kv) > 1:  # a graph has one slot per row for all states
+        if torch.cuda.is_current_stream_capturing() or len(kv) != 1:  # a graph has one slot per row for all states
             token, position, kv, _ = self._on_device(token, position, kv)
             with self._stream():
                 return super().draft(token, hidden, position, kv)
@@ -101,7 +124,7 @@ class CudaRunner(CompiledRunner):
 
     @no_autograd()
     def draft_masked(self, token, hidden, position, kv, allowed) -> DraftStep:
-        if torch.cuda.is_current_stream_capturing() or len(kv) > 1:
+        if torch.cuda.is_current_stream_capturing() or len(kv) != 1:
             token, position, kv, _ = self._on_device(token, position, kv)
             with self._stream():
                 return super().draft_masked(token, hidden, position, kv, allowed)
@@ -145,12 +168,10 @@ class CudaRunner(CompiledRunner):
         allowed: torch.Tensor | None = None,
     ) -> tuple[list[list[int]], list[list[float]]]:
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeUseError(Fault("drafts cannot be read while a graph is captured", where=self.circuit.name))
+            hint = "Capture `chain` instead, with integers on the device."
+            raise RuntimeUseError(Fault("drafts cannot be read while a graph is captured", where=self.circuit.name, hint=hint))
         entry, n = "draft" if allowed is None else MASKED, len(rows.tokens)
-        if hidden.shape != (n, self.hidden_size) or hidden.device != self.device:
-            expected = f"float[{n}, {self.hidden_size}] on {self.device}"
-            fault = Fault("does not fit", where=self.circuit.name, subject="hidden", expected=expected, got=_kind(hidden))
-            raise RuntimeUseError(fault)
+        self._check_hidden(hidden, n)
         width = _bucket(max([len(blocks.blocks) for blocks in rows.blocks]))
         with self._device():
             route = self._route(entry, steps, n, width, storage)
@@ -196,12 +217,13 @@ class CudaRunner(CompiledRunner):
         this, places = weakref.ref(self), _places(storage)
 
         def drop() -> None:
-            graphs = getattr(this(), "_graphs", {})
-            for key in [key for key in graphs if key[-1] == places]:
-                del graphs[key]
-            if (runner := this()) is not None:
-                runner._routes.clear()
-                runner.newest = None
+            runner = this()
+            if runner is None:
+                return
+            for key in [key for key in runner._graphs if key[-1] == places]:
+                del runner._graphs[key]
+            runner._routes.clear()
+            runner.newest = None
 
         return drop
 

@@ -92,6 +92,8 @@ class MtpProposer(DeviceMethods, DraftProposer):
             self._device.release(mine)
             mine.clear()
             mine.freed = True
+            if self._deferred is not None and self._deferred[0] is mine:
+                self._deferred = None
 
     # -- carrying KV over a turn -------------------------------------------------------------------------------
 
@@ -340,7 +342,6 @@ class MtpProposer(DeviceMethods, DraftProposer):
                 self._check_settled(state)
                 self._check_next(state, position)
         positions = call.positions
-        self._deferred = None
         held = [len(state.lease.blocks) for state in states]
         try:
             tokens = self._choose_rows(call, states, num_drafts)
@@ -367,8 +368,8 @@ class MtpProposer(DeviceMethods, DraftProposer):
                 state.history.append(position, len(ids))
             if (len(state.lease.blocks) - 1) * block_size >= len(state.history.positions):
                 self.pool.shrink(state.lease, state.rows)
-        if made.deferred is not None:
-            self._deferred = (states[0], made.deferred)
+        # Of this propose or of none: an id of an earlier one would be taken for this one's.
+        self._deferred = None if made.deferred is None else (states[0], made.deferred)
         if out_confidence is not None:
             out_confidence[:] = logprobs
         return [list(ids) for ids in drafts]

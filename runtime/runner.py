@@ -324,9 +324,7 @@ class DraftRunner(abc.ABC):
             raise RuntimeUseError(fault)
         self._check_tensor("token", token, (n,))
         self._check_tensor("position", position, (n,))
-        if hidden.shape != (n, self.hidden_size) or not hidden.is_floating_point() or hidden.device != self.device:
-            expected = f"float[{n}, {self.hidden_size}] on {self.device}"
-            raise RuntimeUseError(Fault("does not fit", where=name, subject="hidden", expected=expected, got=_kind(hidden)))
+        self._check_hidden(hidden, n)
         for state in self.circuit.states:
             cache = kv.get(state.name)
             if cache is None:
@@ -347,6 +345,12 @@ class DraftRunner(abc.ABC):
             if self.max_position is not None:
                 self._check_range("position", position, self.max_position)
         return n
+
+    def _check_hidden(self, hidden: torch.Tensor, n: int) -> None:
+        if hidden.shape != (n, self.hidden_size) or not hidden.is_floating_point() or hidden.device != self.device:
+            expected = f"float[{n}, {self.hidden_size}] on {self.device}"
+            fault = Fault("does not fit", where=self.circuit.name, subject="hidden", expected=expected, got=_kind(hidden))
+            raise RuntimeUseError(fault)
 
     def _check_allowed(self, allowed: torch.Tensor | None, n: int) -> None:
         if allowed is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,12 +13,12 @@ from circuitgraph.circuit.ir import Circuit
 from circuitgraph.interpreter import interpret
 from circuitgraph.language import Bindings, load_program, parse_circuit, resolve
 from circuitgraph.lower import argument_values
-from circuitgraph.ops import TORCH_DTYPES, PagedKV
+from circuitgraph.ops import PagedKV
 from circuitgraph.pipeline import Run, plan_piece
-from circuitgraph.plan.ir import Plan
 from circuitgraph.plan.schedule import load_schedule
 from circuitgraph.target import backend_of, parse_target
 from tests.circuits import EVERYTHING, random_cache, random_inputs, random_weights, small_mtp
+from tests.compiled_calls import CompiledEntries, compile_entries
 
 # Rounding to the activation dtype happens once per op in the reference and once per group in compiled code, so in
 # 16 bits they differ by a few units in the last place of values of a few ones.
@@ -34,46 +34,10 @@ CASES = {
 }
 
 
-@dataclass(frozen=True)
-class Compiled:
-    circuit: Circuit
-    plans: dict[tuple[str, int], Plan]
-    module: object
-
-    def run(self, entry: str, inputs, weights, cache: PagedKV) -> dict[str, torch.Tensor]:
-        """One call with poisoned workspace and outputs; the cache is written in place."""
-        plan = self.plans[entry, inputs["token"].shape[0]]
-        outputs, args = {}, []
-        for role, value in argument_values(plan):
-            if role in ("state", "addressing"):
-                args.append(getattr(cache, value.name.removeprefix("kv.")))
-            elif role in ("table", "weight"):
-                args.append(weights[value.name])
-            elif role == "input":
-                args.append(inputs[value.name])
-            elif role == "workspace":
-                args.append(torch.full(value.type.shape, 255, dtype=torch.uint8))
-            else:
-                poison = -7 if value.type.dtype == "i32" else float("nan")
-                outputs[value.name] = torch.full(value.type.shape, poison, dtype=TORCH_DTYPES[value.type.dtype])
-                args.append(outputs[value.name])
-        self.module[plan.symbol](*args)  # type: ignore[index]
-        return outputs
-
-
 @pytest.fixture(scope="module", params=list(CASES))
-def compiled(request, tmp_path_factory) -> Compiled:
-    import tvm_ffi
-
+def compiled(request, tmp_path_factory) -> CompiledEntries:
     switches, dtypes, pieces = CASES[request.param]
-    circuit = small_mtp(switches, **dtypes)
-    rules, backend = load_schedule("cpu"), backend_of(parse_target("cpu"))
-    plans = {piece: plan_piece(Run(), circuit, *piece, "cpu", rules) for piece in pieces}
-    folder = tmp_path_factory.mktemp(request.param.replace(" ", "_"))
-    built = backend.build(backend.lower(list(plans.values())), folder)
-    module = tvm_ffi.load_module(str(built.library))
-    module["circuitgraph_init"](2)
-    return Compiled(circuit, plans, module)
+    return compile_entries(small_mtp(switches, **dtypes), pieces, tmp_path_factory.mktemp(request.param.replace(" ", "_")))
 
 
 def copy_of(cache: PagedKV) -> PagedKV:
@@ -92,7 +56,7 @@ def close(circuit: Circuit, got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_every_program_equals_the_reference(compiled: Compiled, seed: int) -> None:
+def test_every_program_equals_the_reference(compiled: CompiledEntries, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weights = random_weights(compiled.circuit, generator)
     for (entry, rows), _ in compiled.plans.items():
@@ -100,7 +64,7 @@ def test_every_program_equals_the_reference(compiled: Compiled, seed: int) -> No
         inputs = random_inputs(compiled.circuit, rows, generator)
         want_cache = copy_of(cache)
         want = interpret(compiled.circuit, entry=entry, inputs=inputs, weights=weights, states={"kv": want_cache})
-        got = compiled.run(entry, inputs, weights, cache)
+        got = compiled.run(entry, inputs, weights, {"kv": cache})
         close(compiled.circuit, cache.k, want_cache.k)
         close(compiled.circuit, cache.v, want_cache.v)
         for name, value in want.items():
@@ -128,7 +92,7 @@ def check_masked(circuit: Circuit, inputs, weights, cache: PagedKV, token: torch
     assert not torch.equal(token, scores.new_zeros(len(token)).int())
 
 
-def test_nothing_allowed_gives_no_token(compiled: Compiled) -> None:
+def test_nothing_allowed_gives_no_token(compiled: CompiledEntries) -> None:
     generator = torch.Generator().manual_seed(4)
     weights = random_weights(compiled.circuit, generator)
     for entry, rows in compiled.plans:
@@ -136,18 +100,18 @@ def test_nothing_allowed_gives_no_token(compiled: Compiled) -> None:
             cache = random_cache(compiled.circuit, [3] * rows, generator)
             inputs = random_inputs(compiled.circuit, rows, generator)
             inputs["allowed"][1] = 0
-            got = compiled.run(entry, inputs, weights, cache)
+            got = compiled.run(entry, inputs, weights, {"kv": cache})
             assert (got["masked_draft"][1], got["masked_logprob"][1]) == (0, float("-inf"))
             assert (got["masked_logprob"][[0, 2]] > float("-inf")).all()
 
 
-def test_nobody_elses_rows_are_written(compiled: Compiled) -> None:
+def test_nobody_elses_rows_are_written(compiled: CompiledEntries) -> None:
     generator = torch.Generator().manual_seed(5)
     weights = random_weights(compiled.circuit, generator)
     for entry, rows in compiled.plans:
         cache = random_cache(compiled.circuit, lengths(rows, generator), generator)
         before = copy_of(cache)
-        compiled.run(entry, random_inputs(compiled.circuit, rows, generator), weights, cache)
+        compiled.run(entry, random_inputs(compiled.circuit, rows, generator), weights, {"kv": cache})
         written = torch.zeros(cache.k.shape[1], cache.block_size, dtype=torch.bool)
         for slot in cache.slot.tolist():
             if slot >= 0:
@@ -159,7 +123,7 @@ def test_nobody_elses_rows_are_written(compiled: Compiled) -> None:
             assert not torch.equal(old, new)
 
 
-def test_a_row_does_not_depend_on_its_neighbours(compiled: Compiled) -> None:
+def test_a_row_does_not_depend_on_its_neighbours(compiled: CompiledEntries) -> None:
     """The same row between other neighbours gives the same bits; that is what 'whatever else is in the batch' means."""
     generator = torch.Generator().manual_seed(6)
     weights = random_weights(compiled.circuit, generator)
@@ -169,15 +133,15 @@ def test_a_row_does_not_depend_on_its_neighbours(compiled: Compiled) -> None:
         inputs = random_inputs(compiled.circuit, rows, generator)
         other = random_inputs(compiled.circuit, rows, generator)
         cache = random_cache(compiled.circuit, [6] * rows, generator)
-        first = compiled.run(entry, inputs, weights, copy_of(cache))
+        first = compiled.run(entry, inputs, weights, {"kv": copy_of(cache)})
         mixed = {name: torch.cat([inputs[name][:1], other[name][1:]]) for name in inputs}
-        second = compiled.run(entry, mixed, weights, copy_of(cache))
+        second = compiled.run(entry, mixed, weights, {"kv": copy_of(cache)})
         for name in first:
             assert torch.equal(first[name][0], second[name][0]), (entry, rows, name)
             assert rows == 1 or not torch.equal(first[name][1:], second[name][1:])
 
 
-def test_ties_go_to_the_lowest_id(compiled: Compiled) -> None:
+def test_ties_go_to_the_lowest_id(compiled: CompiledEntries) -> None:
     generator = torch.Generator().manual_seed(7)
     weights = random_weights(compiled.circuit, generator)
     head = weights["lm_head"]
@@ -186,14 +150,14 @@ def test_ties_go_to_the_lowest_id(compiled: Compiled) -> None:
             continue
         cache = random_cache(compiled.circuit, [3] * rows, generator)
         inputs = random_inputs(compiled.circuit, rows, generator)
-        token = int(compiled.run(entry, inputs, weights, copy_of(cache))["draft"][0])
+        token = int(compiled.run(entry, inputs, weights, {"kv": copy_of(cache)})["draft"][0])
         twin = torch.arange(head.shape[0]) % 2 == 0
         doubled = torch.where(twin[:, None] | (torch.arange(head.shape[0]) == token)[:, None], head[token], head)
         tied = {**weights, "lm_head": doubled.contiguous()}
-        assert int(compiled.run(entry, inputs, tied, copy_of(cache))["draft"][0]) == 0
+        assert int(compiled.run(entry, inputs, tied, {"kv": copy_of(cache)})["draft"][0]) == 0
 
 
-def test_a_perturbed_weight_is_seen(compiled: Compiled) -> None:
+def test_a_perturbed_weight_is_seen(compiled: CompiledEntries) -> None:
     """The control: with one weight changed, the comparison that passed above fails."""
     generator = torch.Generator().manual_seed(8)
     weights = random_weights(compiled.circuit, generator)
@@ -203,12 +167,12 @@ def test_a_perturbed_weight_is_seen(compiled: Compiled) -> None:
     want = interpret(compiled.circuit, entry=entry, inputs=inputs, weights=weights, states={"kv": copy_of(cache)})
     for name in ("fc", "layer.attn.o_proj", "layer.ffn.up_proj"):
         changed = {**weights, name: (weights[name].float() * 1.5 + 0.1).to(weights[name].dtype)}
-        got = compiled.run(entry, inputs, changed, copy_of(cache))
+        got = compiled.run(entry, inputs, changed, {"kv": copy_of(cache)})
         with pytest.raises(AssertionError):
             close(compiled.circuit, got["next_hidden"], want["next_hidden"])
 
 
-def test_weights_may_lie_anywhere(compiled: Compiled) -> None:
+def test_weights_may_lie_anywhere(compiled: CompiledEntries) -> None:
     """A memory-mapped checkpoint aligns tensors to their elements and no more."""
     generator = torch.Generator().manual_seed(9)
     weights = random_weights(compiled.circuit, generator)
@@ -220,8 +184,8 @@ def test_weights_may_lie_anywhere(compiled: Compiled) -> None:
     for entry, rows in compiled.plans:
         cache = random_cache(compiled.circuit, [6] * rows, generator)
         inputs = random_inputs(compiled.circuit, rows, generator)
-        want = compiled.run(entry, inputs, weights, copy_of(cache))
-        got = compiled.run(entry, inputs, shifted, copy_of(cache))
+        want = compiled.run(entry, inputs, weights, {"kv": copy_of(cache)})
+        got = compiled.run(entry, inputs, shifted, {"kv": copy_of(cache)})
         for name, value in want.items():
             assert torch.equal(got[name], value)
 
@@ -282,16 +246,6 @@ entries: {draft: {rows: sequences, outputs: [draft, logprob, packed, position_ou
 """
 
 
-def compile_one(circuit: Circuit, entry: str, rows: int, folder) -> Compiled:
-    import tvm_ffi
-
-    backend = backend_of(parse_target("cpu"))
-    plan = plan_piece(Run(), circuit, entry, rows, "cpu", load_schedule("cpu"))
-    module = tvm_ffi.load_module(str(backend.build(backend.lower([plan]), folder).library))
-    module["circuitgraph_init"](2)
-    return Compiled(circuit, {(entry, rows): plan}, module)
-
-
 AS_VALUES = {"packed": "w1", "index": "w2", "best": "w3", "x": "packed", "q": "index", "y": "best"}
 """Another naming of the same program: these are values, no longer weights."""
 
@@ -307,9 +261,9 @@ def test_a_program_may_use_the_kernels_names(tmp_path, renamed: dict[str, str]) 
     cache = random_cache(circuit, [5, 7], generator)
     inputs = random_inputs(circuit, 2, generator)
     inputs |= {name: torch.randn(2, 48, generator=generator) for name in ("workspace", "draft_out")}
-    compiled = compile_one(circuit, "draft", 2, tmp_path)
+    compiled = compile_entries(circuit, [("draft", 2)], tmp_path)
     want = interpret(circuit, entry="draft", inputs=inputs, weights=weights, states={"kv": copy_of(cache)})
-    got = compiled.run("draft", inputs, weights, cache)
+    got = compiled.run("draft", inputs, weights, {"kv": cache})
     assert torch.equal(got["draft"], want["draft"])
     for name in set(want) - {"draft"}:
         close(circuit, got[name], want[name])
@@ -335,14 +289,14 @@ def test_many_rows_fit_the_stack(tmp_path, entry: str, rows: int) -> None:
     weights = random_weights(circuit, generator)
     cache = random_cache(circuit, lengths(rows, generator), generator)
     inputs = random_inputs(circuit, rows, generator)
-    compiled = compile_one(circuit, entry, rows, tmp_path)
+    compiled = compile_entries(circuit, [(entry, rows)], tmp_path)
     compiled.module["circuitgraph_init"](1)  # type: ignore[index]
     want_cache = copy_of(cache)
     want = interpret(circuit, entry=entry, inputs=inputs, weights=weights, states={"kv": want_cache})
     got: dict[str, torch.Tensor] = {}
     before = threading.stack_size(1 << 20)
     try:
-        caller = threading.Thread(target=lambda: got.update(compiled.run(entry, inputs, weights, cache)))
+        caller = threading.Thread(target=lambda: got.update(compiled.run(entry, inputs, weights, {"kv": cache})))
         caller.start()
         caller.join()
     finally:

@@ -18,17 +18,16 @@ from circuitgraph.interpreter import interpret
 from circuitgraph.language import parse_circuit
 from tests.compiled_calls import Interpreted, compile_entries
 from tests.fixture_cases import FIXTURES, Cache, Cases, Row, fixture_tensors
+from tests.fixture_cases import Interpreted as InterpretedForward
 
 FOLDER = FIXTURES / "eagle3_llama"
 
 
 @dataclass(frozen=True)
-class Eagle3:
+class Eagle3(InterpretedForward):
     """A `Forward` of the fixtures' cases. Rows of three hiddens are a chain's first step or context; later steps have one,
     and a token of the head's own vocabulary."""
 
-    circuit: object
-    weights: dict[str, torch.Tensor]
     offsets: torch.Tensor
 
     def _run(self, entry: str, rows) -> dict[str, torch.Tensor]:
@@ -39,17 +38,6 @@ class Eagle3:
         first = {"draft": "first", "logits": "first_logits"}.get(entry, entry)
         entry = first if name == "aux" else entry
         return interpret(self.circuit, inputs=inputs, weights=self.weights, states={"kv": rows.kv}, entry=entry)
-
-    def draft(self, rows):
-        out = self._run("draft", rows)
-        return out["draft"], out["logprob"], out["next_hidden"]
-
-    def logits(self, rows):
-        out = self._run("logits", rows)
-        return out["logits"], out["next_hidden"]
-
-    def context(self, rows):
-        self._run("context", rows)
 
 
 def tensors_in_draft_ids() -> tuple[dict[str, torch.Tensor], torch.Tensor]:

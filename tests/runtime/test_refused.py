@@ -90,3 +90,36 @@ def test_lists_of_something_else_are_no_masks(mask):
     proposer, script, state = prefilled()
     with pytest.raises(RuntimeUseError, match="is no bitmask"):
         proposer.propose(script.tokens[10], script.hiddens[9], 10, 1, state, grammar=mask)
+
+
+def test_a_deferred_draft_is_of_the_last_propose_or_of_none():
+    proposer, script, state = prefilled()
+    row = torch.zeros(proposer.runner.embed_size)
+    arguments = (script.tokens[10], script.hiddens[9], 10)
+    proposer.propose(*arguments, 2, state, draft_embed_target=row)
+    assert proposer.read_deferred_draft_token() >= 0
+    proposer.after_verify(0, state)
+    proposer.propose(script.tokens[11], script.hiddens[10], 11, 2, state)
+    with pytest.raises(RuntimeUseError, match="left on the device"):
+        proposer.read_deferred_draft_token()
+    proposer.after_verify(0, state)
+    proposer.propose(script.tokens[12], script.hiddens[11], 12, 2, state, draft_embed_target=row)
+    proposer.free_state(state)
+    with pytest.raises(RuntimeUseError, match="left on the device"):
+        proposer.read_deferred_draft_token()
+
+
+def test_weights_that_do_not_fit_leave_those_that_do():
+    """On a GPU alignment counts, too; `rebind` asks before it changes anything."""
+    from circuitgraph.runtime.cuda import check_alignment
+
+    memory = torch.zeros(64, dtype=torch.bfloat16)
+    check_alignment({"norm": memory[:8]}, "head")
+    with pytest.raises(RuntimeUseError, match=r"head: norm: kernels read 16 bytes at a time; .* got one that is 2 bytes beyond"):
+        check_alignment({"norm": memory[1:9]}, "head")
+    runner = compiled()[0]
+    before = dict(runner.weights)
+    name = next(iter(before))
+    with pytest.raises(RuntimeUseError):
+        runner.rebind({name: before[name][:1]})
+    assert all(runner.weights[key] is value for key, value in before.items())
