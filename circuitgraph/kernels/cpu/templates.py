@@ -14,7 +14,7 @@ import networkx
 from ...circuit.ir import Node
 from ...circuit.types import StateType, TensorType
 from ...plan.ir import VIEWS, Group, Plan, Scratch
-from ..base import Kernel, kernel, within
+from ..base import Kernel, kernel, refuse_packed, within
 from .sizes import Tile, attention_scratch_floats, attention_splits, default_tile, linear_scratch_floats, top1_tasks
 
 ROW_OPS = (
@@ -54,7 +54,7 @@ class Rows(Kernel):
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
         foreign = sorted({node.op for node in group.nodes} - set(ROW_OPS) - set(VIEWS))
-        return f"no row-wise emitter for {', '.join(foreign)}" if foreign else None
+        return f"no row-wise emitter for {', '.join(foreign)}" if foreign else refuse_packed(plan, group)
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
@@ -92,6 +92,9 @@ class Linear(Kernel):
         foreign = sorted({node.op for node in group.prologue} - set(ROW_OPS) - set(VIEWS))
         if foreign:
             return f"no row-wise emitter for {', '.join(foreign)} in the prologue"
+        packed = refuse_packed(plan, group)
+        if packed:
+            return packed
         for anchors, _ in meeting(group):
             shapes = {plan.circuit.types[anchor.inputs[1]].shape for anchor in anchors}  # type: ignore[union-attr]
             if len(shapes) > 1:
@@ -136,7 +139,7 @@ class LinearTop1(Kernel):
             return f"block {params.block} must be a multiple of 32 and divide task_columns {params.task_columns}"
         shape = [node.op for node in (*group.anchors, *group.epilogue)]
         fits = shape in (["linear", "top1"], ["linear", "masked_top1"])
-        return None if fits else f"expected linear and top1 or masked_top1, got {shape}"
+        return refuse_packed(plan, group) if fits else f"expected linear and top1 or masked_top1, got {shape}"
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
@@ -170,7 +173,7 @@ class Attend(Kernel):
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
-        return None if len(group.anchors) == 1 else "one attention at a time"
+        return refuse_packed(plan, group) if len(group.anchors) == 1 else "one attention at a time"
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
