@@ -141,6 +141,7 @@ ROW_EMITTERS = {
     "sigmoid": _mapped(row_ops.emit_sigmoid),
     "append": _append,
     "columns": lambda env, node, lanes: row_ops.emit_columns([env.buffer(name) for name in node.inputs], env.buffer(node.name)),
+    "own_mask": lambda env, node, lanes: row_ops.emit_own_mask(*(env.buffer(name) for name in (*node.inputs, node.name))),
     "target_ids": lambda env, node, lanes: row_ops.emit_target_ids(*(env.buffer(name) for name in (*node.inputs, node.name))),
     "shift": lambda env, node, lanes: row_ops.emit_shift(env.buffer(node.inputs[0]), node.attr["by"], env.buffer(node.name)),
     "zero_at": lambda env, node, lanes: row_ops.emit_zero_rows(

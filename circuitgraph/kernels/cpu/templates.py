@@ -32,6 +32,7 @@ ROW_OPS = (
     "columns",
     "embed",
     "mul",
+    "own_mask",
     "part",
     "rms_norm",
     "rope",
