@@ -66,7 +66,7 @@ def _check(circuit: Circuit, chosen: Sequence[Node], heads: dict[str, Node], ids
             got = f"{len(ids)} of {min(ids)} to {max(ids)}" if ids else "none"
             faults.append(Fault("no ids of its vocabulary", where=circuit.name, expected=f"0 to {size - 1}", got=got))
         others = [reader for name in head.inputs[1:] for reader in circuit.consumers(name) if reader.name not in heads]
-        others += [reader for reader in circuit.consumers(head.name) if reader.op not in CHOOSERS]
+        others += [reader for reader in circuit.consumers(head.name) if reader.op not in (*CHOOSERS, "cat")]
         faults += [
             Fault("reads the head, too, and so it cannot lose rows", where=circuit.name, subject=node.name) for node in others
         ]
