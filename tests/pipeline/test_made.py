@@ -46,8 +46,8 @@ def both(out: Path, model: Path = MODEL, rows: int = 3, masked: bool = False) ->
 
 
 def same(compiled, interpreted) -> None:
-    assert torch.equal(compiled.drafts, interpreted.drafts)
-    torch.testing.assert_close(compiled.logprobs, interpreted.logprobs, rtol=1e-4, atol=1e-4)
+    assert torch.equal(compiled.draft, interpreted.draft)
+    torch.testing.assert_close(compiled.logprob, interpreted.logprob, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(compiled.next_hidden, interpreted.next_hidden, rtol=1e-4, atol=1e-4)
 
 
@@ -350,9 +350,9 @@ def test_drafts_are_the_best_of_the_tokens_kept(tmp_path: Path, vocabulary, ids,
         if not quantize:
             assert allowed.any(-1).all()
             best = logits.masked_fill(~allowed, float("-inf"))
-            assert compiled.drafts.tolist() == best.argmax(-1).tolist()
-            torch.testing.assert_close(compiled.logprobs, best.log_softmax(-1).amax(-1), rtol=1e-4, atol=1e-4)
-        assert all(allowed[row, token] for row, token in enumerate(compiled.drafts.tolist()))
+            assert compiled.draft.tolist() == best.argmax(-1).tolist()
+            torch.testing.assert_close(compiled.logprob, best.log_softmax(-1).amax(-1), rtol=1e-4, atol=1e-4)
+        assert all(allowed[row, token] for row, token in enumerate(compiled.draft.tolist()))
 
 
 def test_a_restricted_head_is_verified(tmp_path: Path) -> None:
