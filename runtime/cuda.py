@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import threading
 import weakref
 from collections import OrderedDict
@@ -23,7 +24,7 @@ from circuitgraph.errors import Fault, RuntimeUseError
 from circuitgraph.ops import TORCH_DTYPES, PagedKV
 
 from .compiled import CHAIN_FUNCTIONS, MASKED, MASKED_OUTPUT, CompiledRunner, _Program
-from .runner import Blocks, Caches, ChainRows, DraftChain, DraftStep, _kind, no_autograd
+from .runner import Blocks, Caches, ChainRows, DraftChain, Drafts, DraftStep, _kind, no_autograd
 
 ADDRESSING = ("slot", "seq", "table", "start", "length")
 """The integers of a `PagedKV`, in its own order."""
@@ -159,14 +160,14 @@ class CudaRunner(CompiledRunner):
         return self._replay(steps, token, hidden, position, kv, slots, stops=True, allowed=allowed)
 
     @no_autograd()
-    def chain_packed(
+    def start_chain(
         self,
         steps: int,
         rows: ChainRows,
         hidden: torch.Tensor,
         storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
         allowed: torch.Tensor | None = None,
-    ) -> tuple[list[list[int]], list[list[float]]]:
+    ) -> Callable[[], Drafts]:
         if torch.cuda.is_current_stream_capturing():
             hint = "Capture `chain` instead, with integers on the device."
             raise RuntimeUseError(Fault("drafts cannot be read while a graph is captured", where=self.circuit.name, hint=hint))
@@ -175,15 +176,21 @@ class CudaRunner(CompiledRunner):
         width = _bucket(max([len(blocks.blocks) for blocks in rows.blocks]))
         with self._device():
             route = self._route(entry, steps, n, width, storage)
-            if len(route.parts) == 1:
-                ((graph, _, _),) = route.parts
+            graph, _, first_count = route.parts[0]
+            if first_count == n:
                 graph.run_packed(rows, hidden, allowed)
-                return graph.read(n)
-            drafts: list[list[int]] = []
-            logprobs: list[list[float]] = []
-            for graph, first, count in route.parts:
-                mask = None if allowed is None else allowed[first : first + count]
-                graph.run_packed(rows.part(first, count), hidden[first : first + count], mask)
+            else:
+                graph.run_packed(*_rows_of(rows, hidden, allowed, 0, first_count))
+        return functools.partial(self._finish, route, rows, hidden, allowed)
+
+    @no_autograd()
+    def _finish(self, route: _Route, rows: ChainRows, hidden: torch.Tensor, allowed: torch.Tensor | None) -> Drafts:
+        """Wait for a chain whose first part is running; the other parts, which may be calls of the same program, follow."""
+        with self._device():
+            (graph, _, count), *others = route.parts
+            drafts, logprobs = graph.read(count)
+            for graph, first, count in others:
+                graph.run_packed(*_rows_of(rows, hidden, allowed, first, count))
                 ids, scores = graph.read(count)
                 drafts += ids
                 logprobs += scores
@@ -301,6 +308,12 @@ class _Route(NamedTuple):
     cache: torch.Tensor | None
     path: str
     parts: list[tuple[_Chain, int, int]]
+
+
+def _rows_of(rows: ChainRows, hidden: torch.Tensor, allowed: torch.Tensor | None, first: int, count: int) -> tuple[Any, ...]:
+    """rows first..first+count-1 of a call."""
+    last = first + count
+    return rows.part(first, count), hidden[first:last], None if allowed is None else allowed[first:last]
 
 
 class _Chain:
@@ -549,7 +562,7 @@ class _Chain:
         made = self.result[:, :, :count].clone()
         return DraftChain(made[0].T, made[1].view(torch.float32).T, self.hiddens[-1][:count].clone())
 
-    def read(self, count: int) -> tuple[list[list[int]], list[list[float]]]:
+    def read(self, count: int) -> Drafts:
         """(drafts, logprobs) on the host: waits for the chain."""
         self.pinned_result.copy_(self.result, non_blocking=True)
         if count not in self.readings:
