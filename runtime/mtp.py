@@ -359,15 +359,9 @@ class MtpProposer(DeviceMethods, DraftProposer):
             drafts, logprobs = [[] for _ in states], [[] for _ in states]
             for row, ids, scores in zip(call.rows, made.ids, made.scores, strict=True):
                 drafts[row], logprobs[row] = ids, scores
-        for state, count, gap, ids in zip(call.states, call.counts, entry.gaps, made.ids, strict=True):
-            if gap and ids:
-                self.metrics.skipped_rows += gap
-            if len(ids) < count:
-                state.history.keep(state.rows - count + len(ids))
-                self.pool.shrink(state.lease, state.rows)
-        for row in () if all(made.ids) else call.rows:
-            if not drafts[row]:
-                self.metrics.refusals["grammar" if call.grammars and call.grammars.masked(row) else "not_finite"] += 1
+        self.metrics.skipped_rows += sum(entry.gaps)
+        if [len(ids) for ids in made.ids] != call.counts:
+            self._shorten(call, made.ids, entry.gaps)
         for state, ids, scores in zip(states, drafts, logprobs, strict=True):
             state.last_drafts = ids
             state.last_scores = scores
@@ -376,6 +370,16 @@ class MtpProposer(DeviceMethods, DraftProposer):
         if out_confidence is not None:
             out_confidence[:] = logprobs
         return [list(ids) for ids in drafts]
+
+    def _shorten(self, call: drafting.Call, drafts: Sequence[Sequence[int]], gaps: Sequence[int]) -> None:
+        """Take back the rows of drafts that did not come, and what was counted for sequences without any."""
+        for row, state, count, ids, gap in zip(call.rows, call.states, call.counts, drafts, gaps, strict=True):
+            if len(ids) < count:
+                state.history.keep(state.rows - count + len(ids))
+                self.pool.shrink(state.lease, state.rows)
+            if not ids:
+                self.metrics.skipped_rows -= gap
+                self.metrics.refusals["grammar" if call.grammars and call.grammars.masked(row) else "not_finite"] += 1
 
     def _drafted(self, call: drafting.Call) -> drafting.Drafted:
         """Run the rows that were chosen; matchers are where they were afterwards, whatever happens."""
