@@ -22,8 +22,9 @@ from circuitgraph.artifact import Manifest, check_device
 from circuitgraph.errors import Fault, RuntimeUseError
 from circuitgraph.ops import TORCH_DTYPES, PagedKV
 
+from .arguments import shown
 from .compiled import CHAIN_FUNCTIONS, MASKED, MASKED_OUTPUT, CompiledRunner, _Program
-from .runner import Blocks, Caches, ChainRows, DraftChain, DraftStep, _kind, no_autograd
+from .runner import Blocks, Caches, ChainRows, DraftChain, DraftStep, no_autograd
 
 ADDRESSING = ("slot", "seq", "table", "start", "length")
 """The integers of a `PagedKV`, in its own order."""
@@ -100,10 +101,11 @@ class CudaRunner(CompiledRunner):
             raise RuntimeUseError(fault)
 
     def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-        if tensor.shape != shape or tensor.dtype != torch.int32 or tensor.device not in (self.device, torch.device("cpu")):
+        fits = isinstance(tensor, torch.Tensor) and tensor.shape == shape and tensor.dtype == torch.int32
+        if not fits or tensor.device not in (self.device, torch.device("cpu")):
             expected = f"i32[{', '.join(map(str, shape))}] on {self.device} or the host"
             raise RuntimeUseError(
-                Fault("does not fit", where=self.circuit.name, subject=name, expected=expected, got=_kind(tensor))
+                Fault("does not fit", where=self.circuit.name, subject=name, expected=expected, got=shown(tensor))
             )
 
     @property

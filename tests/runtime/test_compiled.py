@@ -312,7 +312,7 @@ def test_threads_are_torchs_at_load(monkeypatch):
             return given.append
 
     for threads in (None, 3):
-        compiled_module._set_threads(Module(), threads, None)
+        compiled_module._set_threads(Module(), threads)
     assert given == [torch.get_num_threads(), 3]
 
 
