@@ -64,6 +64,10 @@ def bind_weights(
             if not manifest.model.target_digest:
                 folders["target"] = Path(model)
     if target_model is not None:
+        if not Path(target_model).exists():
+            raise CheckpointError(
+                Fault("does not exist", where=str(target_model), hint="Give target_model= the target's folder.")
+            )
         if manifest.model.target_digest:
             what = f"target that '{manifest.model.name}' was compiled with"
             _check_config(Path(target_model), manifest.model.target_digest, what)

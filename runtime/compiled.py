@@ -149,7 +149,7 @@ class CompiledRunner(DraftRunner):
     @no_autograd()
     def draft_masked(self, token, hidden, position, kv, allowed) -> DraftStep:
         n = self._check_rows(token, hidden, position, kv)
-        self._check_allowed(allowed, n)
+        self._check_allowed(allowed, n, needed=True)
         out = self._run_rows(MASKED, n, _Rows(token, hidden, position, kv, allowed=allowed))
         return DraftStep(out["draft"], out["logprob"], out["next_hidden"])
 

@@ -93,8 +93,8 @@ class CudaRunner(CompiledRunner):
         check_alignment(checked, self.circuit.name)
         return checked
 
-    def _check_allowed(self, allowed: torch.Tensor | None, n: int) -> None:
-        super()._check_allowed(allowed, n)
+    def _check_allowed(self, allowed: torch.Tensor | None, n: int, *, needed: bool = False) -> None:
+        super()._check_allowed(allowed, n, needed=needed)
         if allowed is not None and allowed.device.type == "cpu" and torch.cuda.is_current_stream_capturing():
             hint = "Put it into a device tensor, and write that before each replay."
             fault = Fault("a mask of the host cannot be part of a graph", where=self.circuit.name, subject="allowed", hint=hint)
@@ -131,7 +131,7 @@ class CudaRunner(CompiledRunner):
             with self._stream():
                 return super().draft_masked(token, hidden, position, kv, allowed)
         n = self._check_rows(token, hidden, position, kv)
-        self._check_allowed(allowed, n)
+        self._check_allowed(allowed, n, needed=True)
         slots = next(iter(kv.values())).slot[None]
         return _only_step(self._replay(1, token, hidden, position, kv, slots, stops=False, allowed=allowed))
 

@@ -316,7 +316,7 @@ class MtpProposer(DeviceMethods, DraftProposer):
             where = positions.tolist() if isinstance(positions, torch.Tensor) else list(positions)
             stops = self._stops(stop_ids)
             call = drafting.Call([], [], self._ids(last_tokens), target_hiddens, where, [], stop_ids=stops)
-            call.grammars = self._grammars(grammars, num_drafts) if grammars else None
+            call.grammars = None if grammars is None else self._grammars(grammars, num_drafts)
             return self._propose(call, mine, num_drafts, out_confidence)
 
     @no_autograd()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from circuitgraph.circuit.ir import Circuit, State
 from circuitgraph.errors import Fault, RuntimeUseError
 from circuitgraph.ops import TORCH_DTYPES
 
-from .arguments import device_of, of_kind, whole
+from .arguments import device_of, is_whole, of_kind, shown, whole
 
 if TYPE_CHECKING:
     from .runner import DraftRunner
@@ -129,9 +129,10 @@ class BlockPool:
         try:
             with torch.inference_mode(False):  # it outlives the mode of whoever makes it
                 return torch.zeros(shape, dtype=TORCH_DTYPES[state.dtype], device=self.device)
-        except (RuntimeError, AssertionError) as problem:  # no memory, no such GPU, no GPU at all
+        except (RuntimeError, AssertionError, TypeError, OverflowError) as problem:  # no memory, no such GPU, no such number
             got = f"{self.total} blocks of {self.bytes_per_block} bytes"
-            fault = Fault(f"cannot be allocated on {self.device}: {problem}", where=WHERE, subject=state.name, got=got)
+            reason = str(problem).partition("\n")[0]
+            fault = Fault(f"cannot be allocated on {self.device}: {reason}", where=WHERE, subject=state.name, got=got)
             raise RuntimeUseError(fault) from problem
 
     def claim(self, owner: Any) -> None:
@@ -160,6 +161,8 @@ class BlockPool:
 
     def used_by(self, runner: DraftRunner) -> None:
         """`runner` is told, once, when this pool's storage is no longer used."""
+        if not callable(getattr(runner, "release", None)):
+            raise RuntimeUseError(Fault("is none", where=WHERE, subject="runner", expected="a DraftRunner", got=shown(runner)))
         if runner not in self._releases:
             self._releases[runner] = runner.release(self.storage)
 
@@ -167,6 +170,9 @@ class BlockPool:
 
     def blocks_for(self, rows: int) -> int:
         """Blocks that `rows` rows of one sequence take."""
+        return self._blocks(whole(rows, "rows", WHERE))
+
+    def _blocks(self, rows: int) -> int:
         return -(-rows // self.block_size)
 
     @property
@@ -176,7 +182,7 @@ class BlockPool:
 
     def bytes_for(self, tokens: int) -> int:
         """Bytes that one sequence of `tokens` tokens takes, rounded up to whole blocks."""
-        return self.blocks_for(whole(tokens, "tokens", WHERE)) * self.bytes_per_block
+        return self._blocks(whole(tokens, "tokens", WHERE)) * self.bytes_per_block
 
     @property
     def ledger(self) -> Ledger:
@@ -199,7 +205,7 @@ class BlockPool:
         return (len(self._own(lease).blocks) + lease.outstanding + beyond) * self.block_size
 
     def slots(self, lease: Lease, first: int, count: int) -> list[int]:
-        """Storage slots (block * block_size + offset) of rows first..first+count-1."""
+        """Storage slots (block * block_size + offset) of rows first..first+count-1, which the lease holds: not checked."""
         size, blocks = self.block_size, lease.blocks
         return [blocks[row // size] * size + row % size for row in range(first, first + count)]
 
@@ -211,7 +217,7 @@ class BlockPool:
         Raises:
             PoolExhausted: the free blocks that nobody else was promised do not cover the promise.
         """
-        lease = Lease(self.blocks_for(whole(promised_rows, "promised_rows", WHERE)))
+        lease = Lease(self._blocks(whole(promised_rows, "promised_rows", WHERE)))
         available = len(self._free) - self._promised
         if lease.promised > available:
             raise PoolExhausted(
@@ -231,7 +237,14 @@ class BlockPool:
 
         A lease's own promise is honoured first; beyond it, only blocks that nobody was promised are given.
         """
-        wanted = [(self._own(lease), max(self.blocks_for(rows) - len(lease.blocks), 0)) for lease, rows in needs]
+        try:
+            needs = [(lease, whole(rows, "rows", WHERE)) for lease, rows in needs]
+        except (TypeError, ValueError) as problem:
+            if isinstance(problem, RuntimeUseError):
+                raise
+            fault = Fault("are none", where=WHERE, subject="needs", expected="pairs (lease, rows)", got=shown(needs))
+            raise RuntimeUseError(fault) from None
+        wanted = [(self._own(lease), max(self._blocks(rows) - len(lease.blocks), 0)) for lease, rows in needs]
         beyond = sum(max(count - lease.outstanding, 0) for lease, count in wanted)
         if beyond > len(self._free) - self._promised:
             return False
@@ -241,7 +254,7 @@ class BlockPool:
 
     def shrink(self, lease: Lease, rows: int) -> None:
         """Give back the blocks that rows 0..rows-1 do not need."""
-        keep = self.blocks_for(rows)
+        keep = self._blocks(whole(rows, "rows", WHERE))
         blocks = self._own(lease).blocks
         if len(blocks) > keep:
             self._free.extend(reversed(blocks[keep:]))
@@ -249,6 +262,7 @@ class BlockPool:
 
     def close(self, lease: Lease) -> None:
         """Give everything back, the promise too. Closing twice does nothing."""
+        of_kind(lease, Lease, "lease", WHERE, "a Lease of `open`")
         if lease in self._leases:
             self.shrink(lease, 0)
             self._leases.remove(lease)
@@ -302,6 +316,8 @@ class BlockPool:
         self._free.extend(reversed(blocks))
 
     def _check_loaned(self, blocks: Sequence[int]) -> None:
+        if not isinstance(blocks, Iterable) or not all(map(is_whole, blocks)):
+            raise RuntimeUseError(Fault("are none", where=WHERE, subject="blocks", expected="a list of ints", got=shown(blocks)))
         stray = sorted(set(blocks) - self._loaned)
         if stray:
             raise RuntimeUseError(Fault(f"blocks {stray} are not on loan", hint="Were they given back before?"))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
@@ -312,6 +312,10 @@ class DraftRunner(abc.ABC):
 
     def embed(self, token: torch.Tensor, out: torch.Tensor) -> None:
         """Write the embedding of `token`, int32[1], to the row `out`, both on `device`. The host waits for nothing."""
+        fits = isinstance(token, torch.Tensor) and token.shape == (1,) and token.dtype in (torch.int32, torch.int64)
+        if not fits or not isinstance(out, torch.Tensor) or out.shape != (self.embed_size,) or not out.is_floating_point():
+            expected, got = f"int32[1], and float[{self.embed_size}] for it", f"{shown(token)} and {shown(out)}"
+            raise RuntimeUseError(Fault("do not fit", where=self.circuit.name, subject="embed", expected=expected, got=got))
         node = next(node for node in self.circuit.nodes if node.op == "embed")
         out.copy_(torch.nn.functional.embedding(token.to(self.device), self.weights[node.inputs[1]])[0])
 
@@ -357,12 +361,12 @@ class DraftRunner(abc.ABC):
             fault = Fault("does not fit", where=self.circuit.name, subject="hidden", expected=expected, got=shown(hidden))
             raise RuntimeUseError(fault)
 
-    def _check_allowed(self, allowed: torch.Tensor | None, n: int) -> None:
-        if allowed is None:
+    def _check_allowed(self, allowed: torch.Tensor | None, n: int, *, needed: bool = False) -> None:
+        if allowed is None and not needed:
             return
         if self.mask_words is None:
             raise RuntimeUseError(Fault("this program takes no mask", where=self.circuit.name, subject="allowed"))
-        self._check_tensor("allowed", allowed, (n, self.mask_words))
+        self._check_tensor("allowed", cast(torch.Tensor, allowed), (n, self.mask_words))
 
     def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
         fits = isinstance(tensor, torch.Tensor) and tensor.shape == shape and tensor.dtype == torch.int32
@@ -500,7 +504,7 @@ class ReferenceRunner(DraftRunner):
         return DraftStep(out["draft"], out["logprob"], out["next_hidden"])
 
     def draft_masked(self, token, hidden, position, kv, allowed) -> DraftStep:
-        self._check_allowed(allowed, token.shape[0])
+        self._check_allowed(allowed, self._check_rows(token, hidden, position, kv), needed=True)
         out = self._run("draft_masked", token, hidden, position, kv, allowed=allowed)
         return DraftStep(out["masked_draft"], out["masked_logprob"], out["next_hidden"])
 

@@ -21,6 +21,7 @@ from circuitgraph.errors import Fault, RuntimeUseError
 from ..arguments import of_kind, shown, whole
 from ..mtp import MtpProposer
 from ..pool import PoolExhausted
+from ..proposer import DraftProposer
 from ..verify import accept_greedy
 
 WHERE = "generate"
@@ -164,7 +165,7 @@ def generate(
     of_kind(model, torch.nn.Module, "model", WHERE, "a causal LM of transformers")
     whole(max_new_tokens, "max_new_tokens", WHERE, least=1)
     whole(num_drafts, "num_drafts", WHERE)
-    of_kind(proposer, (MtpProposer, type(None)), "proposer", WHERE, "an MtpProposer or None")
+    of_kind(proposer, (DraftProposer, type(None)), "proposer", WHERE, "a DraftProposer or None")
     ends = _end_ids(eos_ids)
     if proposer is None:
         text = _Text(input_ids, max_new_tokens, ends, streamer, stop)
