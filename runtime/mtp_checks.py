@@ -41,7 +41,7 @@ class Checks:
 
     def _all_mine(self, states: Sequence[ProposerState]) -> list[MtpProposerState]:
         mine = [self._mine(state) for state in states]
-        if len({id(state) for state in mine}) != len(mine):
+        if len(set(mine)) != len(mine):
             self._refuse("one sequence cannot be in a batch twice", "states", "distinct states", "a state listed twice")
         return mine
 
@@ -81,11 +81,12 @@ class Checks:
 
     def _same_length(self, **lists: Sequence | torch.Tensor) -> None:
         try:
-            lengths = {name: len(items) for name, items in lists.items()}
+            unequal = len(set(map(len, lists.values()))) > 1
         except TypeError:  # numbers, None, generators, tensors without dimensions
             name, items = next((name, items) for name, items in lists.items() if not _countable(items))
             self._refuse("is no list", name, "one item a sequence", shown(items))
-        if len(set(lengths.values())) > 1:
+        if unequal:
+            lengths = {name: len(items) for name, items in lists.items()}
             got = ", ".join(f"{name} {length}" for name, length in lengths.items())
             self._refuse("lists of unequal length", "batch", "one item a sequence", got)
 
@@ -95,7 +96,7 @@ class Checks:
             self._refuse("are not integers in a row", "tokens", "a sequence of ints", shown(tokens))
         values = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # type: ignore[union-attr]
         try:
-            return [operator.index(token) for token in values]
+            return list(map(operator.index, values))
         except TypeError:
             self._refuse("are not integers in a row", "tokens", "a sequence of ints", repr(tokens)[:80])
 
