@@ -56,6 +56,7 @@ def test_every_width_drafts_what_the_reference_drafts(n, fallback):
     assert [symbol for symbol, _ in library.calls] == [f"draft_{width}" for width in parts for _ in range(3)]
 
 
+@pytest.mark.shows("rule 2")
 def test_idle_rows_are_rewritten_and_write_nowhere():
     """Width 4 served a full batch before; its rows must not come back when three sequences are left."""
     runner, library = compiled(draft=(1, 4))

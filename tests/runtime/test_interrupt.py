@@ -36,6 +36,7 @@ class Interrupted(ReferenceRunner):
         return wait if self.interrupts else None
 
 
+@pytest.mark.shows("rule 1")
 def test_an_interrupted_wait_leaves_states_and_ledger():
     runner = Interrupted(drafter().circuit, drafter().weights)
     proposer, scripts = proposer_of(runner, block_size=1, blocks=200), [Script(0), Script(1)]

@@ -262,6 +262,7 @@ CASES = [
 ]
 
 
+@pytest.mark.shows("rule 1")
 @pytest.mark.parametrize(("kind", "name", "argument"), CASES, ids=lambda item: item)
 def test_an_odd_argument_is_refused_and_changes_nothing(kind, name, argument):
     wrong, world = [], None

@@ -177,6 +177,7 @@ def prefilled_state(proposer, script):
     return state
 
 
+@pytest.mark.shows("rule 12")
 def test_other_threads_wait_and_are_not_refused():
     proposer, script, state = prefilled()
     other, made, inside = prefilled_state(proposer, script), [], threading.Event()

@@ -112,6 +112,7 @@ class Host:
         assert self._changed(before) == set(slots.flatten().tolist())
 
 
+@pytest.mark.shows("goal shadow pool")
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("name", RUNNERS)
 def test_rows_at_a_hosts_slots(name, block_size):
@@ -155,6 +156,7 @@ def hand_over(host: Host, rows: list[tuple[int, int]], chance: random.Random) ->
         rows = rows[count:]
 
 
+@pytest.mark.shows("goal shadow pool")
 @pytest.mark.parametrize("name", RUNNERS)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_leading_rows_are_missing(name, block_size):
