@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -320,7 +320,7 @@ class BlockPool:
         self._free.extend(reversed(blocks))
 
     def _check_loaned(self, blocks: Sequence[int]) -> None:
-        if not isinstance(blocks, Iterable) or not all(map(is_whole, blocks)):
+        if not isinstance(blocks, Sequence) or not all(map(is_whole, blocks)):
             raise RuntimeUseError(Fault("are none", where=WHERE, subject="blocks", expected="a list of ints", got=shown(blocks)))
         stray = sorted(set(blocks) - self._loaned)
         if stray:

@@ -181,8 +181,8 @@ def pool_calls(w: World) -> dict[str, Call]:
         "shrink": (pool.shrink, {"lease": lease, "rows": 0}, {"rows": "2**70"}),
         "close": (pool.close, {"lease": other}, {}),
         "lend": (pool.lend, {"lease": lease}, {}),
-        "adopt": (pool.adopt, {"lease": other, "blocks": blocks}, {"blocks": "{}"}),
-        "free": (pool.free, {"blocks": blocks}, {"blocks": "{}"}),
+        "adopt": (pool.adopt, {"lease": other, "blocks": blocks}, {}),
+        "free": (pool.free, {"blocks": blocks}, {}),
     }
 
 
