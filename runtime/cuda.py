@@ -117,22 +117,22 @@ class CudaRunner(CompiledRunner):
 
     @no_autograd()
     def draft(self, token, hidden, position, kv) -> DraftStep:
+        self._check_rows(token, hidden, position, kv)
         if torch.cuda.is_current_stream_capturing() or len(kv) != 1:  # a graph has one slot per row for all states
             token, position, kv, _ = self._on_device(token, position, kv)
             with self._stream():
                 return super().draft(token, hidden, position, kv)
-        self._check_rows(token, hidden, position, kv)
         slots = next(iter(kv.values())).slot[None]
         return _only_step(self._replay(1, token, hidden, position, kv, slots, stops=False))
 
     @no_autograd()
     def draft_masked(self, token, hidden, position, kv, allowed) -> DraftStep:
+        n = self._check_rows(token, hidden, position, kv)
+        self._check_allowed(allowed, n, needed=True)
         if torch.cuda.is_current_stream_capturing() or len(kv) != 1:
             token, position, kv, _ = self._on_device(token, position, kv)
             with self._stream():
                 return super().draft_masked(token, hidden, position, kv, allowed)
-        n = self._check_rows(token, hidden, position, kv)
-        self._check_allowed(allowed, n, needed=True)
         slots = next(iter(kv.values())).slot[None]
         return _only_step(self._replay(1, token, hidden, position, kv, slots, stops=False, allowed=allowed))
 

@@ -41,9 +41,10 @@ def test_a_kernel_serves_the_patterns_that_it_declares_and_no_other(tmp_path, ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_pattern_has_a_kernel_and_every_kernel_a_pattern(kind):
+def test_kernels_declare_patterns_that_there_are(kind):
     declared = set(itertools.chain.from_iterable(template.patterns for template in kernels_of(kind).values()))
-    assert declared == set(ALL_PATTERNS)
+    assert declared <= set(ALL_PATTERNS)
+    assert {"head", "gated", "project", "attend", ROWS, CACHE} <= declared, "a dense head needs these"
 
 
 def test_a_kernel_has_to_declare_what_it_serves():
