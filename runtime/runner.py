@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
+from circuitgraph.checkpoint.packed import dequantised
 from circuitgraph.circuit.ir import Circuit, State
 from circuitgraph.errors import Fault, RuntimeUseError
 from circuitgraph.interpreter import interpret
@@ -469,7 +470,8 @@ class ReferenceRunner(DraftRunner):
     """The circuit itself, interpreted in torch: the oracle, and what drafts where nothing is compiled.
 
     Args:
-        weights: by circuit name, the tables' tensors (`rope.cos`, ...) among them; any float dtype.
+        weights: by circuit name, the tables' tensors (`rope.cos`, ...) among them; any float dtype. Quantised ones may be the
+            tensors that programs read: they are dequantised here, once.
 
     Raises:
         RuntimeUseError: weights that are missing, no tensors, of another shape, or on several devices.
@@ -480,7 +482,7 @@ class ReferenceRunner(DraftRunner):
         of_kind(circuit, Circuit, "circuit", "ReferenceRunner", "a Circuit")
         of_kind(weights, Mapping, "weights", circuit.name, "tensors by the circuit's names")
         self.circuit = circuit
-        self.weights = dict(weights)
+        self.weights = dequantised(circuit, weights)
         needed = {weight.name: weight.type.shape for weight in circuit.weights}
         tables = {value.name for table in circuit.tables for value in table.tensors()}
         missing = sorted({*needed, *tables} - set(self.weights))
