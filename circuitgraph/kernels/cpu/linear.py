@@ -72,8 +72,13 @@ class Activations:
                 rest = v.load_rest(x, [row, whole * self.lanes], self.k - whole * self.lanes, self.lanes)
                 v.store(self.packed, [group, whole, member, 0], rest, self.lanes)
 
-    def load(self, group, vector, member):
-        return v.load(self.packed, [group, vector, member, 0], self.lanes)
+    def readers(self, group, count):
+        """For each of the first `count` rows of a group, what loads one vector of it. Made once per tile."""
+
+        def reader(member):
+            return lambda vector: v.load(self.packed, [group, vector, member, 0], self.lanes)
+
+        return [reader(member) for member in range(count)]
 
 
 def emit_linear(x, projections, *, n, lanes, block=16, tile=None, scratch=None):
@@ -208,6 +213,7 @@ class DotBlock:
             T.buffer_store(accumulators, v.splat(0.0, self.lanes), [slot])
         at = first + column
         at = T.bind(T.Cast("int64", at)) if self.wide else at
+        activations = self.x.readers(self.first_group + group, tile.rows)
 
         def step(vector, chain, load):
             values = {
@@ -215,8 +221,8 @@ class DotBlock:
                 for w, weight in enumerate(self.weights)
                 for c in range(tile.columns)
             }
-            for m in range(tile.rows):
-                activation = T.bind(self.x.load(self.first_group + group, vector, m))
+            for m, read in enumerate(activations):
+                activation = T.bind(read(vector))
                 for (w, c), value in values.items():
                     slot = slots[chain, (w, m, c)]
                     total = T.BufferLoad(accumulators, [slot]) + value * activation
@@ -248,7 +254,8 @@ class DotBlock:
         """Ask for what lies tile.prefetch bytes ahead; the address may lie past the end, so it is never loaded."""
         for weight in self.weights:
             size = weight.dtype.itemsize
+            base = int(weight.elem_offset) * size  # of a stack's part
             for c in range(tile.columns):
-                start = T.Cast("int64", row + c) * (self.k * size) + T.Cast("int64", position) * size
+                start = T.Cast("int64", row + c) * (self.k * size) + T.Cast("int64", position) * size + base
                 for offset in range(0, tile.unroll * self.lanes * size, 64):
                     v.prefetch(T.handle_add_byte_offset(weight.data, start + (tile.prefetch + offset)))
