@@ -15,9 +15,10 @@ WEIGHT_ROWS = 8
 
 
 def emit_into_heads(x, weight, out, *, n, lanes, start, packed, skip=0, block=16):
-    """out[i, h] = W_h x[i, h, skip : skip + L]. x: [n, heads, skip + L or more]; out: [n, heads, size]; weight: [heads * rows, L].
+    """out[i, h] = W_h x[i, h, skip : skip + L]. x: [n, heads, skip + L or more]; out: [n, heads, size].
 
-    packed: a float32 buffer of `head_scratch_floats` elements. block: adjacent rows of W_h of a task.
+    weight: [heads * rows, L], of which a head's rows start..start+size-1 are W_h. packed: a float32 buffer of
+    `head_scratch_floats` elements. block: adjacent rows of W_h of a task.
     """
     heads, size, k = int(out.shape[1]), int(out.shape[2]), int(weight.shape[1])
     tile = default_tile(n, 1, lanes, k)

@@ -33,7 +33,7 @@ def emit_latent_attention(
 
     q_latent, out: [n, heads, L]; q_rotated: [n, heads, R]; rotated: [blocks, 1, block_size, R] and latent: [blocks, 1,
     block_size, L] are the cache. Which rows are visible, and the other arguments: as `attention.emit_attention`. A row
-    without visible rows gives zeros. scratch: float32, `attention_scratch_floats` elements for at least two splits.
+    without visible rows gives zeros. scratch: float32, `attention_scratch_floats` elements.
     """
     heads, columns = int(q_latent.shape[1]), int(q_latent.shape[2])
     q_latent, q_rotated, rotated, latent, out = (v.bits_of(b) for b in (q_latent, q_rotated, rotated, latent, out))

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...circuit.ir import Node
 from ...circuit.types import TensorType
-from ...plan.ir import VIEWS, Group, Plan, Scratch
+from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, within
 from .shared import LANES, inner_values
 from .sizes import attention_scratch_floats, attention_splits, head_scratch_floats
@@ -18,6 +18,7 @@ class HeadProject(Kernel):
     """A product of each head with its own matrix, whose rows are streamed once; a slice before it is read in place."""
 
     name = "cpu.head_linear"
+    patterns = ("head_project",)
 
     @dataclass(frozen=True)
     class Params:
@@ -28,10 +29,7 @@ class HeadProject(Kernel):
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
-        if len(group.anchors) != 1:
-            return "one product at a time"
-        foreign = {node.op for node in group.prologue} - {"part"} | {node.op for node in group.epilogue} - set(VIEWS)
-        return f"cannot take in {', '.join(sorted(foreign))}" if foreign else None
+        return None
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
@@ -63,6 +61,7 @@ class AttendLatent(Kernel):
     """Each row's attention over latents, which are read once for the keys and values of all heads."""
 
     name = "cpu.latent_attention"
+    patterns = ("attend_latent",)
 
     @dataclass(frozen=True)
     class Params:
@@ -73,9 +72,6 @@ class AttendLatent(Kernel):
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
-        foreign = sorted({node.op for node in group.epilogue} - set(VIEWS))
-        if foreign or group.prologue or len(group.anchors) != 1:
-            return f"takes one attention alone, got {', '.join(node.op for node in group.nodes)}"
         return None
 
     @staticmethod

@@ -17,6 +17,7 @@ class Route(Kernel):
     """The router's product in one launch, then each row's choice among the scores."""
 
     name = "cpu.route"
+    patterns = ("route",)
 
     @dataclass(frozen=True)
     class Params:
@@ -26,7 +27,7 @@ class Route(Kernel):
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
-        return _alone(group)
+        return None
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
@@ -47,6 +48,7 @@ class Experts(Kernel):
     """Rows gathered by expert; the weights of each activated expert are streamed once for all its rows."""
 
     name = "cpu.experts"
+    patterns = ("experts",)
 
     @dataclass(frozen=True)
     class Params:
@@ -57,7 +59,7 @@ class Experts(Kernel):
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
-        return _alone(group)
+        return None
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
@@ -84,10 +86,6 @@ class Experts(Kernel):
         from . import emission
 
         emission.emit_mixture(env, group, params.block, params.down_block)
-
-
-def _alone(group: Group) -> str | None:
-    return None if len(group.nodes) == 1 else f"takes one node, got {', '.join(node.op for node in group.nodes)}"
 
 
 def _route_tile(plan: Plan, group: Group, lanes: int) -> Tile:

@@ -95,9 +95,10 @@ def _drop_groups(keys, experts, groups, kept, lanes):
         T.buffer_store(of_groups, _key(first + second, 1), [group])
     with T.serial(0, kept):
         _take_best(of_groups, groups, lanes)
-    with T.serial(0, groups) as group, T.If(T.NE(T.BufferLoad(of_groups, [group]), T.int32(TAKEN))), T.Then():
-        with T.serial(0, size) as member:
-            T.buffer_store(keys, T.int32(_LOWEST), [group * size + member])
+    with T.serial(0, experts) as expert:
+        left = T.NE(T.BufferLoad(of_groups, [T.floordiv(expert, size)]), T.int32(TAKEN))
+        with T.If(left), T.Then():
+            T.buffer_store(keys, T.int32(_LOWEST), [expert])
 
 
 def _take_best(keys, count, lanes):
