@@ -20,9 +20,7 @@ from tests.compiled_calls import compile_entries
 ROWS = 5
 BEHIND_A_PRODUCT = ("masked_top1", "top1")
 """Ops that compile only as the end of an lm_head: tests/test_compiled.py."""
-CASES = [
-    (name, index) for name, op in TABLE.items() if name not in BEHIND_A_PRODUCT for index in range(len(op.samples(ROWS)))
-]
+CASES = [(name, index) for name, op in TABLE.items() if name not in BEHIND_A_PRODUCT for index in range(len(op.samples(ROWS)))]
 
 
 def tensors_of(sample: Sample, seed: int) -> list:
