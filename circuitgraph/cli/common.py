@@ -81,6 +81,23 @@ def parse_widths(text: str, option: str = "'--widths'") -> tuple[int, ...]:
     return tuple(sorted(widths))
 
 
+def parse_formats(items: Sequence[str]) -> dict[str, str]:
+    """`--quantize name=format` options.
+
+    Raises:
+        typer.BadParameter: an item without '=', or one name twice.
+    """
+    formats: dict[str, str] = {}
+    for item in items:
+        name, equals, value = (piece.strip() for piece in item.partition("="))
+        if not equals or not name or not value:
+            raise typer.BadParameter(f"'{item}' does not say NAME=FORMAT", param_hint="'--quantize'")
+        if name in formats:
+            raise typer.BadParameter(f"'{name}' is given twice", param_hint="'--quantize'")
+        formats[name] = value
+    return formats
+
+
 def parse_switches(items: Sequence[str]) -> dict[str, bool | str]:
     """`--set name=value` options; true and false become booleans.
 

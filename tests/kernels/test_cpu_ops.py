@@ -58,7 +58,8 @@ def program_of(name: str, sample: Sample, tensors: Sequence) -> Circuit:
 def run(form, circuit: Circuit, tensors: Sequence) -> dict[str, torch.Tensor]:
     """Outputs and, of a state, what it became."""
     named = {f"x{at}": tensor for at, tensor in enumerate(tensors)}
-    caches = {"kv": replace(t, k=t.k.clone(), v=t.v.clone()) for t in tensors if isinstance(t, PagedKV)}
+    caches = {f"kv{at or ''}": t for at, t in enumerate(t for t in tensors if isinstance(t, PagedKV))}
+    caches = {name: replace(cache, k=cache.k.clone(), v=cache.v.clone()) for name, cache in caches.items()}
     inputs = {item.name: named[item.name] for item in circuit.inputs}
     weights = {item.name: named[item.name] for item in circuit.weights}
     made = dict(form("run", inputs, weights, caches))

@@ -17,6 +17,7 @@ from .experts import ExpertsScratch, emit_experts
 from .head_linear import emit_into_heads, emit_into_latent
 from .latent import emit_latent_attention
 from .linear import Projection, emit_linear
+from .packed import weight_of
 from .route import emit_route
 from .shared import ROW_OPS, VECTOR_OPS, state_of
 from .sizes import Tile
@@ -37,7 +38,7 @@ def emit_projections(
         made = [value.name for node in (*anchors, *epilogue) for value in node.outputs]
         stores = {name: v.bits_of(env.flat(name)) for name in made if name in crossing}
         loads = {name: v.bits_of(buffer) for name, buffer in outside.items()}
-        weights = tuple(env.buffer(anchor.inputs[1]) for anchor in anchors)
+        weights = tuple(weight_of(env, anchor.inputs[1]) for anchor in anchors)
         projections.append(Projection(weights, _epilogue(anchors, epilogue, biases, loads, stores)))
     x = env.flat(group.anchors[0].inputs[0])
     emit_linear(x, projections, n=env.plan.rows, lanes=env.lanes, block=block, tile=tile, scratch=env.scratch("packed"))
@@ -50,7 +51,7 @@ def emit_head(env: Any, group: Group, task_columns: int, block: int, tile: Tile)
     token, logprob = (env.buffer(value.name) for value in top1.outputs)
     emit_linear_top1(
         env.buffer(linear.inputs[0]),
-        env.buffer(linear.inputs[1]),
+        weight_of(env, linear.inputs[1]),
         token,
         logprob,
         Top1Scratch(*(env.scratch(name) for name in ("best", "index", "total"))),
@@ -90,7 +91,8 @@ def emit_router(env: Any, group: Group, block: int, tile: Tile) -> None:
     """A row's experts and their shares."""
     (node,) = group.anchors
     emit_route(
-        *(env.buffer(name) for name in node.inputs[:2]),
+        env.buffer(node.inputs[0]),
+        weight_of(env, node.inputs[1]),
         env.buffer(node.inputs[2]) if len(node.inputs) == 3 else None,
         *(env.buffer(value.name) for value in node.outputs),
         env.scratch("logits"),
@@ -107,8 +109,9 @@ def emit_mixture(env: Any, group: Group, block: int, down_block: int) -> None:
     """The chosen experts of all rows, and their sum."""
     (node,) = group.anchors
     emit_experts(
-        *(env.buffer(name) for name in node.inputs[:5]),
-        env.buffer(node.inputs[5]) if len(node.inputs) == 6 else None,
+        *(env.buffer(name) for name in node.inputs[:3]),
+        *(weight_of(env, name) for name in node.inputs[3:5]),
+        weight_of(env, node.inputs[5]) if len(node.inputs) == 6 else None,
         env.buffer(node.name),
         ExpertsScratch(**{field.name: env.scratch(field.name) for field in fields(ExpertsScratch)}),
         n=env.plan.rows,
@@ -124,7 +127,7 @@ def emit_head_project(env: Any, group: Group, sliced: Node | None, block: int, c
     if sliced is None:
         emit_rows(env, group.prologue)
     x = env.buffer(node.inputs[0] if sliced is None else sliced.inputs[0])
-    weight, out = env.buffer(node.inputs[1]), env.buffer(node.name)
+    weight, out = weight_of(env, node.inputs[1]), env.buffer(node.name)
     common = {"n": env.plan.rows, "lanes": env.lanes, "start": node.attr["start"]}
     common["skip"] = 0 if sliced is None else sliced.attr["start"]
     if node.attr["into"] == "latent":
@@ -218,6 +221,7 @@ ROW_EMITTERS = {
     "append_latent": _append,
     "scale_rows": _mapped(row_ops.emit_scale_rows),
     "columns": lambda env, node, lanes: row_ops.emit_columns([env.buffer(name) for name in node.inputs], env.buffer(node.name)),
+    "own_mask": lambda env, node, lanes: row_ops.emit_own_mask(*(env.buffer(name) for name in (*node.inputs, node.name))),
     "target_ids": lambda env, node, lanes: row_ops.emit_target_ids(*(env.buffer(name) for name in (*node.inputs, node.name))),
     "shift": lambda env, node, lanes: row_ops.emit_shift(env.buffer(node.inputs[0]), node.attr["by"], env.buffer(node.name)),
     "zero_at": lambda env, node, lanes: row_ops.emit_zero_rows(

@@ -7,12 +7,12 @@ that neither threads nor other rows change.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 from tvm.tirx.script import builder as T
 
 from . import vector as v
-from .linear import PARALLEL_PACKING, DotBlock
+from .linear import PARALLEL_PACKING, DotBlock, as_weight, last_apart
+from .packed import Part
 from .sizes import experts_tile, rows_on_stack
 
 
@@ -31,21 +31,20 @@ class ExpertsScratch:
 
 def emit_experts(x, ids, share, down, gate, up, out, scratch, *, n, lanes, block=16, down_block=32):
     """x, out: [n, H]; ids: int32 [n, top]; share: [n, top]; down: [E, H, I]; gate, up: [E, I, H], or gate [E, 2 * I, H]
-    with the ups behind the gates and `up` None. Floats are float32, float16 or bfloat16.
+    with the ups behind the gates and `up` None. Floats are float32, float16 or bfloat16; weights are buffers of these or
+    `packed.Weight`.
 
     block, down_block: adjacent inner and hidden columns of a task. Every row counts, whether a sequence's or only filling
     up a batch; a choice outside 0..E-1 adds nothing and reads no weight.
     """
-    experts, hidden, inner = (int(size) for size in down.shape)
+    down, gate, up = (None if weight is None else as_weight(weight, lanes) for weight in (down, gate, up))
+    experts, hidden, inner = int(down.buffer.shape[0]), down.rows, down.columns
     top = int(ids.shape[1])
     _emit_lists(ids, scratch, experts, n * top)
     _emit_packing(v.bits_of(x), scratch.x, n, hidden, lanes)
     if inner % lanes:  # vectors reach past the columns; the weights there count as 0, which NaN would not stand
         with T.serial(0, n * top) as pair:
             v.store(scratch.inner, [pair, inner // lanes * lanes], v.splat(0.0, lanes), lanes)
-    rows_per_expert = 2 * inner if up is None else inner
-    gates = _stacked(gate, rows_per_expert)
-    ups = _stacked(gate, rows_per_expert, skip=inner) if up is None else _stacked(up, inner)
     active = T.bind(T.BufferLoad(scratch.active, [experts]))
     share, out = v.bits_of(share), v.bits_of(out)
 
@@ -54,22 +53,21 @@ def emit_experts(x, ids, share, down, gate, up, out, scratch, *, n, lanes, block
     with T.parallel(0, active * blocks) as task:
         expert = T.bind(T.BufferLoad(scratch.active, [T.floordiv(task, blocks)]))
         index = T.bind(T.floormod(task, blocks))
-        sums = _ExpertBlock(gathered, [gates, ups], min(block, inner))
+        sums = _ExpertBlock(gathered, [(gate, 0), (gate, inner) if up is None else (up, 0)], min(block, inner))
 
-        def activate(column, width, first):
+        def activate(column, width):
             def emit(pair, at, group, products):
                 g, u = products
                 v.store(scratch.inner, [pair, column + at], v.silu(g, group) * u, group)
 
-            sums.emit_expert(expert, first + column, width, emit)
+            sums.emit_expert(expert, column, width, emit)
 
-        _emit_block(index, inner, block, partial(activate, first=expert * rows_per_expert))
+        last_apart(index, inner, block, lambda width: activate(index * block, width))
 
     blocks = -(-hidden // down_block)
-    downs = _stacked(down, hidden)
     gathered = _Gathered(scratch, scratch.inner, inner, n, lanes, weights=1, row_of=lambda pair: pair)
     with T.parallel(0, blocks) as index:
-        sums = _ExpertBlock(gathered, [downs], min(down_block, hidden))
+        sums = _ExpertBlock(gathered, [(down, 0)], min(down_block, hidden))
 
         def mix(column, width):
             def each(row, emit):
@@ -85,11 +83,11 @@ def emit_experts(x, ids, share, down, gate, up, out, scratch, *, n, lanes, block
                     part = v.splat(v.load(share, [T.floordiv(pair, top), T.floormod(pair, top)]), group)
                     v.store(scratch.mixed, where, v.load(scratch.mixed, where, group) + part * products[0], group)
 
-                sums.emit_expert(expert, expert * hidden + column, width, add)
+                sums.emit_expert(expert, column, width, add)
             with T.serial(0, n) as row:
                 each(row, lambda at, group: v.store(out, at, v.load(scratch.mixed, at, group), group))
 
-        _emit_block(index, hidden, down_block, mix)
+        last_apart(index, hidden, down_block, lambda width: mix(index * down_block, width))
 
 
 def _emit_lists(ids, scratch, experts, pairs):
@@ -137,28 +135,6 @@ def _emit_packing(x, packed, n, k, lanes):
             v.store(packed, [row, whole], v.load_rest(x, [row, whole], k - whole, lanes), lanes)
 
 
-def _stacked(weight, rows, skip=0):
-    """A stack [E, rows, K] as one matrix, from row `skip` on."""
-    experts, _, k = (int(size) for size in weight.shape)
-    weight = v.bits_of(weight)
-    shape = (experts * rows - skip, k)
-    return T.decl_buffer(shape, v.dtype_of(weight), data=weight.data, elem_offset=weight.elem_offset + skip * k)
-
-
-def _emit_block(index, columns, block, body):
-    """`body(first column, width)` for block `index`, where the last may be narrower."""
-    blocks = -(-columns // block)
-    last = columns - (blocks - 1) * block
-    if blocks == 1 or last == block:
-        body(index * block, last)
-        return
-    with T.If(index < blocks - 1):
-        with T.Then():
-            body(index * block, block)
-        with T.Else():
-            body((blocks - 1) * block, last)
-
-
 class _Gathered:
     """Rows of `packed` in the order of an expert's list: what `Activations` is to products of all rows.
 
@@ -190,16 +166,20 @@ class _Gathered:
 class _ExpertBlock(DotBlock):
     """A `DotBlock` of one expert's rows, of which the task learns how many there are."""
 
-    def __init__(self, gathered, weights, widest):
+    def __init__(self, gathered, stacks, widest):
+        """stacks: each with the row at which an expert's matrix begins in it."""
         rows, lanes = gathered.rows, gathered.lanes
         # As many rows as there are pairs only if an expert is chosen twice by a row.
-        self.together = -(-rows_on_stack(gathered.n, len(weights) * widest * lanes * 4, rows) // rows) * rows
-        sums = v.local_array((len(weights), self.together, widest), v.vector_type("float32", lanes))
-        super().__init__(gathered, weights, widest, gathered.tile, sums)
+        self.together = -(-rows_on_stack(gathered.n, len(stacks) * widest * lanes * 4, rows) // rows) * rows
+        sums = v.local_array((len(stacks), self.together, widest), v.vector_type("float32", lanes))
+        super().__init__(gathered, [stack for stack, _ in stacks], widest, gathered.tile, sums)
+        self.stacks = stacks
 
     def emit_expert(self, expert, first, width, finish):
-        """`finish(pair, column, group, products)` for columns 0..width-1, from weight row `first`, of all the expert's pairs."""
+        """`finish(pair, column, group, products)` for columns 0..width-1 of all its pairs: matrix rows from `first` on."""
         self.width = width
+        self.weights = [Part(stack, expert, start) for stack, start in self.stacks]
+        self.wide = False  # the expert's place in the stack is wide where it has to be
         begin = T.bind(T.BufferLoad(self.x.scratch.first, [expert]))
         end = T.bind(T.BufferLoad(self.x.scratch.first, [expert + 1]))
         with T.serial(0, T.floordiv(end - begin + (self.together - 1), self.together)) as part:

@@ -7,7 +7,7 @@ weight row is scaled and added up, a few at a time, in sums that stay in the cac
 from tvm.tirx.script import builder as T
 
 from . import vector as v
-from .linear import DotBlock, for_rows
+from .linear import DotBlock, as_weight, for_rows, last_apart
 from .sizes import default_tile, rows_on_stack
 
 WEIGHT_ROWS = 8
@@ -17,14 +17,15 @@ WEIGHT_ROWS = 8
 def emit_into_heads(x, weight, out, *, n, lanes, start, packed, skip=0, block=16):
     """out[i, h] = W_h x[i, h, skip : skip + L]. x: [n, heads, skip + L or more]; out: [n, heads, size].
 
-    weight: [heads * rows, L], of which a head's rows start..start+size-1 are W_h. packed: a float32 buffer of
-    `head_scratch_floats` elements. block: adjacent rows of W_h of a task.
+    weight: [heads * rows, L], a buffer or a `packed.Weight`, of which a head's rows start..start+size-1 are W_h. packed: a
+    float32 buffer of `head_scratch_floats` elements. block: adjacent rows of W_h of a task.
     """
-    heads, size, k = int(out.shape[1]), int(out.shape[2]), int(weight.shape[1])
+    weight = as_weight(weight, lanes)
+    heads, size, k = int(out.shape[1]), int(out.shape[2]), weight.columns
     tile = default_tile(n, 1, lanes, k)
     activations = _HeadActivations(v.bits_of(x), packed, n, heads, k, lanes, tile.rows, skip)
-    weight, out = v.bits_of(weight), v.bits_of(out)
-    rows, blocks = int(weight.shape[0]) // heads, -(-size // block)
+    out = v.bits_of(out)
+    rows, blocks = weight.rows // heads, -(-size // block)
     width_of_blocks = min(block, size)
     together = rows_on_stack(n, width_of_blocks * lanes * 4, tile.rows)
     with T.parallel(0, heads * blocks) as task:
@@ -46,15 +47,7 @@ def emit_into_heads(x, weight, out, *, n, lanes, start, packed, skip=0, block=16
 
             for_rows(n, together, emit_some)
 
-        last = size - (blocks - 1) * block
-        if blocks == 1 or last == block:
-            emit_block(min(block, size))
-        else:
-            with T.If(index < blocks - 1):
-                with T.Then():
-                    emit_block(block)
-                with T.Else():
-                    emit_block(last)
+        last_apart(index, size, block, emit_block)
 
 
 class _HeadActivations:
@@ -86,15 +79,16 @@ class _HeadActivations:
 def emit_into_latent(x, weight, out, *, n, lanes, start, size, skip=0, columns=512):
     """out[i, h] = x[i, h, skip : skip + size] W_h. x: [n, heads, skip + size or more]; out: [n, heads, L].
 
-    columns: adjacent columns of W_h of a task.
+    weight: as in `emit_into_heads`. columns: adjacent columns of W_h of a task, a multiple of `lanes`.
     """
+    weight = as_weight(weight, lanes)
     heads, latent = int(out.shape[1]), int(out.shape[2])
-    x, weight, out = (v.bits_of(buffer) for buffer in (x, weight, out))
-    rows, blocks = int(weight.shape[0]) // heads, -(-latent // columns)
-    widest = min(columns, latent)
+    x, out = v.bits_of(x), v.bits_of(out)
+    rows, blocks = weight.rows // heads, -(-latent // columns)
+    widest = -(-min(columns, latent) // lanes) * lanes
     together = rows_on_stack(n, (widest + lanes + size) * 4, 1)
     # 64-bit: a weight may hold more than 2^31 elements.
-    wide = int(weight.shape[0]) * latent >= 2**31
+    wide = weight.rows * latent >= 2**31
     with T.parallel(0, heads * blocks) as task:
         head, index = T.bind(T.floordiv(task, blocks)), T.bind(T.floormod(task, blocks))
         sums = v.local_array((together, widest + lanes), "float32")  # rows are no multiple of 4 KB apart
@@ -102,33 +96,43 @@ def emit_into_latent(x, weight, out, *, n, lanes, start, size, skip=0, columns=5
         base = head * rows + start
         base = T.bind(T.Cast("int64", base)) if wide else T.bind(base)
 
+        def add(first, number, width, count):
+            """Weight rows first..first+number-1 to the sums of `count` rows."""
+
+            def some(column, load):
+                values = []
+                for d in range(number):
+                    row = [base + (first + d)]
+                    factor, value = weight.factor(row), load(row)
+                    values.append(T.bind(value if factor is None else value * v.splat(factor, lanes)))
+                with T.serial(0, count) as row:
+                    total = v.load(sums, [row, column], lanes)
+                    for d, value in enumerate(values):
+                        total = total + value * v.splat(T.BufferLoad(factors, [row, first + d]), lanes)
+                    v.store(sums, [row, column], total, lanes)
+
+            whole, rest = divmod(width, lanes)
+            if whole:
+                with T.serial(0, whole) as i:
+                    some(i * lanes, lambda row: weight.load(row, index * columns + i * lanes))
+            if rest:
+                some(whole * lanes, lambda row: weight.load_rest(row, index * columns + whole * lanes, rest))
+
         def emit_columns(width):
             def emit_some(first_row, count):
                 with T.serial(0, count) as row:
-                    v.for_columns(width, lanes, lambda c, group: v.store(sums, [row, c], v.splat(0.0, group), group))
+                    v.for_columns(widest, lanes, lambda c, group: v.store(sums, [row, c], v.splat(0.0, group), group))
                     v.for_columns(
                         size,
                         lanes,
                         lambda d, group: v.store(factors, [row, d], v.load(x, [first_row + row, head, skip + d], group), group),
                     )
-
-                def add(first, number):
-                    def some(c, group):
-                        values = [T.bind(v.load(weight, [base + (first + d), index * columns + c], group)) for d in range(number)]
-                        with T.serial(0, count) as row:
-                            total = v.load(sums, [row, c], group)
-                            for d, value in enumerate(values):
-                                total = total + value * v.splat(T.BufferLoad(factors, [row, first + d]), group)
-                            v.store(sums, [row, c], total, group)
-
-                    v.for_columns(width, lanes, some)
-
-                whole = size // WEIGHT_ROWS
+                whole, rest = divmod(size, WEIGHT_ROWS)
                 if whole:
                     with T.serial(0, whole) as i:
-                        add(i * WEIGHT_ROWS, WEIGHT_ROWS)
-                if size % WEIGHT_ROWS:
-                    add(whole * WEIGHT_ROWS, size % WEIGHT_ROWS)
+                        add(i * WEIGHT_ROWS, WEIGHT_ROWS, width, count)
+                if rest:
+                    add(whole * WEIGHT_ROWS, rest, width, count)
                 with T.serial(0, count) as row:
                     v.for_columns(
                         width,
@@ -140,12 +144,4 @@ def emit_into_latent(x, weight, out, *, n, lanes, start, size, skip=0, columns=5
 
             for_rows(n, together, emit_some)
 
-        last = latent - (blocks - 1) * columns
-        if blocks == 1 or last == columns:
-            emit_columns(min(columns, latent))
-        else:
-            with T.If(index < blocks - 1):
-                with T.Then():
-                    emit_columns(columns)
-                with T.Else():
-                    emit_columns(last)
+        last_apart(index, latent, columns, emit_columns)

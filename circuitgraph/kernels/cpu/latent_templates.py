@@ -8,8 +8,8 @@ from typing import Any
 from ...circuit.ir import Node
 from ...circuit.types import TensorType
 from ...plan.ir import Group, Plan, Scratch
-from ..base import Kernel, kernel, within
-from .shared import LANES, inner_values
+from ..base import Kernel, kernel, refuse_packed, within
+from .shared import LANES, inner_values, refuse_storages
 from .sizes import attention_scratch_floats, attention_splits, head_scratch_floats
 
 
@@ -22,14 +22,16 @@ class HeadProject(Kernel):
 
     @dataclass(frozen=True)
     class Params:
-        """block: weight rows of a task into heads; columns: those of a task into latent."""
+        """block: weight rows of a task into heads; columns: those of a task into latent, a multiple of 16."""
 
         block: int = within(16, 1, 256)
-        columns: int = within(512, 1, 4096)
+        columns: int = within(512, 16, 4096)
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
-        return None
+        if params.columns % max(LANES):
+            return f"columns {params.columns} must be a multiple of {max(LANES)}"
+        return refuse_storages(plan, group)
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
@@ -72,7 +74,7 @@ class AttendLatent(Kernel):
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
-        return None
+        return refuse_packed(plan, group)
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:

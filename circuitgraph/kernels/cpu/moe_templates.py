@@ -8,7 +8,7 @@ from typing import Any
 from ...circuit.types import TensorType
 from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, within
-from .shared import columns_of, packing
+from .shared import columns_of, packing, refuse_storages
 from .sizes import Tile, default_tile, row_stride
 
 
@@ -27,7 +27,7 @@ class Route(Kernel):
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
-        return None
+        return refuse_storages(plan, group)
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
@@ -59,7 +59,7 @@ class Experts(Kernel):
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
-        return None
+        return refuse_storages(plan, group, (3, 4, 5))
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ...circuit.ir import Node
 from ...circuit.types import StateType, TensorType
 from ...plan.ir import VIEWS, Group, Plan, Scratch
-from .sizes import Tile, linear_scratch_floats
+from .sizes import Tile, linear_scratch_floats, refuse_storage
 
 LANES = (4, 8, 16)
 """Vector lengths that code may be built for. Plans do not depend on them: scratch is large enough for each."""
@@ -20,6 +20,7 @@ ROW_OPS = (
     "columns",
     "embed",
     "mul",
+    "own_mask",
     "part",
     "rms_norm",
     "rope",
@@ -58,6 +59,18 @@ def packing(plan: Plan, group: Group, tile: Callable[[int], Tile]) -> Scratch:
     k = columns_of(plan, group)
     floats = max(linear_scratch_floats(plan.rows, k, lanes, tile(lanes)) for lanes in LANES)
     return Scratch.own("packed", TensorType("f32", (floats,)))
+
+
+def refuse_storages(plan: Plan, group: Group, streamed: Sequence[int] = (1,)) -> str | None:
+    """Why the anchors' weights, at the inputs `streamed`, cannot be read as they are stored, or None. What else the group
+    reads must be plain."""
+    matrices = {name for anchor in group.anchors for at, name in enumerate(anchor.inputs) if at in streamed}
+    storage = plan.circuit.storage
+    foreign = [f"'{name}' in {storage[name]}" for name in group.inputs if name in storage and name not in matrices]
+    if foreign:
+        return f"reads plain weights beside the matrices, got {', '.join(foreign)}"
+    reasons = [f"'{name}' has {reason}" for name in matrices & set(storage) if (reason := refuse_storage(storage[name]))]
+    return reasons[0] if reasons else None
 
 
 def state_of(plan: Plan, node: Node) -> str:

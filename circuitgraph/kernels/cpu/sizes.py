@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 L1_ACTIVATION_BYTES = 20 * 1024
 
+BLOCK_COLUMNS = 16
+"""Blocks of columns that share a scale are a multiple of this, so that no vector of a quantised weight lies in two of them."""
+
 STACK_BYTES = 192 * 1024
 """What a task of a matrix product may keep on its stack per row of activations, all rows together."""
 
@@ -87,3 +90,10 @@ def experts_tile(n, weights, lanes):
 def head_scratch_floats(n, heads, k, lanes):
     """float32 elements that `emit_into_heads` needs for the packed activations."""
     return heads * linear_scratch_floats(n, k, lanes, default_tile(n, 1, lanes, k))
+
+
+def refuse_storage(storage):
+    """Why weights in this storage (`circuit.ir.Storage`) cannot be read by `packed.Quantised`, or None."""
+    if storage.block[1] % BLOCK_COLUMNS:
+        return f"scales for {storage.block[1]} columns, which is no multiple of {BLOCK_COLUMNS}"
+    return None

@@ -14,10 +14,10 @@ from ...circuit.ir import Node
 from ...circuit.types import TensorType
 from ...plan.fuse import CACHE, ROWS
 from ...plan.ir import VIEWS, Group, Plan, Scratch
-from ..base import Kernel, kernel, within
+from ..base import Kernel, kernel, refuse_packed, within
 from .latent_templates import AttendLatent, HeadProject
 from .moe_templates import Experts, Route
-from .shared import ROW_OPS, VECTOR_OPS, columns_of, inner_values, packing, state_of
+from .shared import ROW_OPS, VECTOR_OPS, columns_of, inner_values, packing, refuse_storages, state_of
 from .sizes import Tile, attention_scratch_floats, attention_splits, default_tile, top1_tasks
 
 __all__ = ["Attend", "AttendLatent", "Experts", "HeadProject", "Linear", "LinearTop1", "Route", "Rows"]
@@ -40,7 +40,7 @@ class Rows(Kernel):
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
         foreign = sorted({node.op for node in group.nodes} - set(ROW_OPS) - set(VIEWS))
-        return f"no row-wise emitter for {', '.join(foreign)}" if foreign else None
+        return f"no row-wise emitter for {', '.join(foreign)}" if foreign else refuse_packed(plan, group)
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
@@ -81,6 +81,9 @@ class Linear(Kernel):
             return f"no row-wise emitter for {', '.join(foreign)} in the prologue"
         if any(node.op == "scale_rows" and node.inputs[1] in group.made for node in group.epilogue):
             return "makes the factor of a scale_rows itself"
+        packed = refuse_storages(plan, group)
+        if packed:
+            return packed
         for anchors, _ in meeting(group):
             shapes = {plan.circuit.types[anchor.inputs[1]].shape for anchor in anchors}  # type: ignore[union-attr]
             if len(shapes) > 1:
@@ -126,7 +129,7 @@ class LinearTop1(Kernel):
             return f"block {params.block} must be a multiple of 32 and divide task_columns {params.task_columns}"
         shape = [node.op for node in (*group.anchors, *group.epilogue)]
         fits = shape in (["linear", "top1"], ["linear", "masked_top1"])
-        return None if fits else f"expected linear and top1 or masked_top1, got {shape}"
+        return refuse_storages(plan, group) if fits else f"expected linear and top1 or masked_top1, got {shape}"
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
@@ -161,7 +164,7 @@ class Attend(Kernel):
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
-        return None if len(group.anchors) == 1 else "one attention at a time"
+        return refuse_packed(plan, group) if len(group.anchors) == 1 else "one attention at a time"
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
