@@ -52,7 +52,7 @@ def test_a_kernel_has_to_declare_what_it_serves():
 
         name = "cpu.silent"
 
-    with pytest.raises(TypeError, match="Silent needs .* the patterns that it serves"):
+    with pytest.raises(TypeError, match=r"Silent needs .* the patterns that it serves"):
         kernel(Silent)
     assert "cpu.silent" not in kernels_of("cpu")
 
