@@ -156,6 +156,7 @@ class LinearStream(Kernel):
     norm and epilogue inside."""
 
     name = "cuda.linear_stream"
+    patterns = ("project", "gated")
     Params = StreamParams
 
     @staticmethod
@@ -189,6 +190,7 @@ class Top1Stream(Kernel):
     """lm_head, quantised or not, top-1 and log-probability of few rows in bf16 or f16; a block keeps the best of its columns."""
 
     name = "cuda.top1_stream"
+    patterns = ("head",)
     Params = StreamParams
 
     @staticmethod
