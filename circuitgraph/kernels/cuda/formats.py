@@ -128,6 +128,29 @@ class Format:
         half, pairs = self.columns // 2, range(self.columns // 2)
         return [permuted(x[i // 2], x[(i + half) // 2], 0x7632 if i % 2 else 0x5410) for i in pairs]
 
+    def natural(self, pairs: Sequence[Any]) -> list[Any]:
+        """The pairs of a decoded word as neighbouring columns."""
+        if self.storage is None:
+            return list(pairs)
+        beside = [(pairs[i], pairs[i + 1]) for i in range(0, len(pairs), 2)]
+        return [permuted(*two, take) for take in (0x5410, 0x7632) for two in beside]
+
+    def rescaled(self, pair: Any, scale: Any) -> Any:
+        """A pair times an fp32 scale, rounded."""
+        halves = []
+        for half in range(2):
+            if self.kind == "bf16":
+                bits = T.bitwise_and(pair, T.uint32(0xFFFF0000)) if half else T.shift_left(pair, T.uint32(16))
+                halves.append(hold(T.cuda.uint_as_float(bits) * scale))
+            else:
+                value = register("float32")
+                bits = hold(T.Cast("uint16", T.shift_right(pair, T.uint32(16)) if half else pair), "uint16")
+                do(T.ptx["cvt.f32.f16"](value[0], bits))
+                halves.append(hold(value[0] * scale))
+        result = register("uint32", name="pair")
+        do(T.ptx[f"cvt.rn.{self.kind}x2.f32"](result[0], halves[1], halves[0]))
+        return result[0]
+
     def decode(self, word: Any, scale: Any = None) -> list[Any]:
         """The pairs of a word of weights. scale: of a 4-bit format, see `scale_pairs`."""
         if self.storage is None:

@@ -87,9 +87,7 @@ def projection_of(env, anchors: Sequence[Node], finish: Finish, *, words: bool =
 
 def projections_of(env, group: Group, *, words: bool = True) -> list[Projection]:
     """All products of a group with what follows each; see `projection_of`."""
-    return [
-        projection_of(env, anchors, Epilogue(env, group, anchors, nodes), words=words) for anchors, nodes in meeting(group)
-    ]
+    return [projection_of(env, anchors, Epilogue(env, group, anchors, nodes), words=words) for anchors, nodes in meeting(group)]
 
 
 def refuse_meeting(group: Group) -> str | None:

@@ -10,7 +10,7 @@ from ...circuit.ir import Node
 from ...circuit.types import TensorType
 from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, within
-from .architectures import architecture_of, fitting
+from .architectures import ARCHITECTURES, DEFAULT, architecture_of, fitting
 from .epilogue import meeting, refuse_epilogue
 from .formats import Format
 from .plain import Projection, emit_top1_final
@@ -58,22 +58,28 @@ def cut_of(plan: Plan, group: Group, params: StreamParams) -> Geometry | str:
         blocks = architecture_of(plan).processors // parts
         return math.inf if None in tiles else -(-sum(count or 0 for count in tiles) // blocks) * groups
 
-    format, width = format_of(plan, group), 16 // len(anchors[0])
-    cuts = [
-        together(geometry(plan.rows, columns, warps, stages, params.k_parts, params.registers, work, format), width, format)
-        for warps in (params.warps, -(-params.warps // 2))
-        for stages in range(params.stages, 3, -1)
-    ]
-    sizes = [cut for cut in cuts if isinstance(cut, Geometry)]
-    return cuts[0] if isinstance(cuts[0], str) else fitting(plan, sizes, lambda cut: cut.shared_bytes)
+    format = format_of(plan, group)
+
+    def cut(warps: int, stages: int) -> Geometry | str:
+        return geometry(plan.rows, columns, warps, stages, params.k_parts, params.registers, work, format)
+
+    if format.storage is None:
+        cuts = [cut(warps, n) for warps in (params.warps, -(-params.warps // 2)) for n in range(params.stages, 3, -1)]
+        sizes = [one for one in cuts if isinstance(one, Geometry)]
+        return cuts[0] if isinstance(cuts[0], str) else fitting(plan, sizes, lambda one: one.shared_bytes)
+    # A step of so many columns divides fewer numbers of them: then fewer warps have longer rings.
+    tried = [(params.warps // less, params.stages * less) for less in (1, 2, 4) if params.warps % less == 0]
+    cuts = [cut(warps, n) for warps, stages in tried for n in range(min(stages, 16), 3, -1)]
+    sizes = [one for some in cuts if isinstance(some, Geometry) for one in shared_together(some, 16 // len(anchors[0]))]
+    sizes = [one for one in sizes if one.shared_bytes <= ARCHITECTURES[DEFAULT].shared_bytes]
+    return fitting(plan, sizes, lambda one: one.shared_bytes) if sizes else str(cuts[0])
 
 
-def together(cut: Geometry | str, width: int, format: Format) -> Geometry | str:
-    """The cut with short row groups shared together: of quantised weights, one has few steps for the barrier after it."""
-    if isinstance(cut, str) or format.storage is None:
-        return cut
+def shared_together(cut: Geometry, width: int) -> list[Geometry]:
+    """The cut with as many row groups shared together as there are threads and steps for, and with fewer: in a group of
+    quantised weights there is little to do between two barriers."""
     fits = [n for n in (8, 4, 2) if cut.groups % n == 0 and cut.steps * n <= 8 and cut.rows * width * n <= cut.warps * 32]
-    return replace(cut, together=fits[0]) if fits else cut
+    return [replace(cut, together=n) for n in (*fits, 1)]
 
 
 def refuse_stream(plan: Plan, group: Group, params: StreamParams) -> str | None:
