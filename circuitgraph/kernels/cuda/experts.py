@@ -1,0 +1,704 @@
+"""A mixture of experts at the speed of memory: two launches that read the weights of every chosen expert once.
+
+`Up`: every block chooses the rows' experts from the router's logits, all alike, and lists the experts that are chosen with
+their rows (`Groups`). Then blocks take tile after tile of 8 rows of gate and 8 of up, first of the shared expert, whose
+weights are known before the kernel waits for its predecessor, then of the listed ones, and leave share * silu(gate) * up.
+`Down`: a block makes 16 columns of the result. Its warps go through the same 16 weight rows of all listed experts, 32 columns
+at a time, and add up in registers: every row's sum has the order of its experts' numbers, whatever rows are beside it.
+
+Both copy weights as `stream` does: a lane's own 16 bytes of a ring. A pair is a row and one of its experts; pairs are
+ordered by expert, then by row, so the pairs of an expert lie side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.backend.cuda.lang.alloc_pool import SMEMPool
+from tvm.tirx.script import builder as T
+
+from .route import ALL, Chooser, Choosing, memory_views, popc
+from .values import COPY, do, hold, load, load_int, put, register, sigmoid, silu, store, wide, zeros
+
+STEP = 32
+"""Columns of one step of a warp."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """rows of x [rows, hidden]; inner columns of a routed expert, shared of the shared one (0 without)."""
+
+    rows: int
+    hidden: int
+    inner: int
+    shared: int
+    experts: int
+    top: int
+
+    @property
+    def pairs(self) -> int:
+        return self.rows * self.top
+
+    @property
+    def most(self) -> int:
+        """Experts that can be chosen at once."""
+        return min(self.experts, self.pairs)
+
+    @property
+    def row_blocks(self) -> int:
+        return -(-self.rows // 8)
+
+    @property
+    def mask_words(self) -> int:
+        """32-bit words that hold a bit of every row."""
+        return -(-self.rows // 32)
+
+    @property
+    def banks(self) -> int:
+        """Groups of 32 experts."""
+        return -(-self.experts // 32)
+
+
+@dataclass(frozen=True)
+class UpCut:
+    """steps: of a warp in a tile; stages: of the ring, a multiple or a part of the steps. resident: x stays in registers;
+    otherwise its rows are read for each tile, only those that the expert has. buffers: for sums, 1 waits twice a tile."""
+
+    warps: int
+    steps: int
+    stages: int
+    resident: bool
+    buffers: int
+
+    def scratch_words(self, sizes: Sizes, choosing_words: int) -> int:
+        """Of the memory that choosing and adding up take turns in."""
+        return max(self.buffers * self.warps * sizes.rows * 16, min(self.warps, sizes.rows) * choosing_words)
+
+    def shared_bytes(self, sizes: Sizes, choosing_words: int) -> int:
+        ring = self.warps * self.stages * 1024
+        return ring + 4 * self.scratch_words(sizes, choosing_words) + Groups.shared_bytes(sizes) + 1024
+
+
+@dataclass(frozen=True)
+class DownCut:
+    warps: int
+    stages: int
+
+    def pieces(self, sizes: Sizes) -> int:
+        """16-byte pieces of a lane in a stage: two of weights, and one of what they are multiplied by where that is one."""
+        return 3 if sizes.rows <= 8 else 2
+
+    def shared_bytes(self, sizes: Sizes) -> int:
+        ring = self.warps * self.stages * self.pieces(sizes) * 512
+        return ring + 4 * self.warps * sizes.rows * 16 + 16 * sizes.most + 1024
+
+
+@dataclass(frozen=True)
+class Between:
+    """Scratch from `Up` to `Down`. made: [pairs, inner / 2] words, shared: [rows, shared / 2] words or None; the same as 16-bit
+    floats to store to. listed: [most + 1, 4] int32: expert, first pair, two words of rows; the last line: how many."""
+
+    made: Any
+    shared: Any
+    made_elements: Any
+    shared_elements: Any
+    listed: Any
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Words of two elements. gate, up: [experts, inner * hidden / 2], down: [experts, hidden * inner / 2]; up is None where
+    gate has both one after the other. shared: gate and up [shared, hidden / 2], and down [hidden, shared / 2], or None."""
+
+    gate: Any
+    up: Any
+    down: Any
+    shared: tuple[Any, Any, Any] | None
+
+
+def below(row: Any) -> Any:
+    """The bits of a word that belong to rows before this one; row 0..31."""
+    return T.shift_left(T.uint32(1), T.Cast("uint32", row)) - T.uint32(1)
+
+
+def rank_in(words: list[Any], row: Any) -> tuple[Any, Any]:
+    """(how many rows before `row` have a bit, whether it has one itself). words: one or two uint32."""
+    if len(words) == 1:
+        bit = T.bitwise_and(T.shift_right(words[0], T.Cast("uint32", row)), T.uint32(1))
+        return popc(hold(T.bitwise_and(words[0], below(row)), "uint32")), hold(bit, "uint32")
+    late = hold(row // 32, "int32") > 0
+    word = hold(T.Select(late, words[1], words[0]), "uint32")
+    count, bit = rank_in([word], hold(row % 32, "int32"))
+    before = popc(words[0])
+    return hold(count + T.Select(late, before, T.int32(0)), "int32"), bit
+
+
+class Groups:
+    """The chosen experts and their rows, in shared memory of one block."""
+
+    def __init__(self, sizes: Sizes, pool: SMEMPool, warps: int):
+        self.sizes, self.warps, self.threads = sizes, warps, warps * 32
+        make = lambda shape, dtype: pool.alloc(shape, dtype, align=16)  # noqa: E731
+        self.bits = make((sizes.rows * sizes.banks,), "uint32")
+        self.pair_expert, self.pair_share = make((sizes.pairs,), "int32"), make((sizes.pairs,), "float32")
+        self.rows_of, self.first_of = make((sizes.banks * 32, sizes.mask_words), "uint32"), make((sizes.banks * 32,), "int32")
+        self.bank_experts, self.bank_pairs = make((sizes.banks,), "int32"), make((sizes.banks,), "int32")
+        self.expert, self.first, self.count = (make((sizes.most + 1,), "int32") for _ in range(3))
+        self.rows = make((sizes.most + 1, sizes.mask_words), "uint32")
+        self.share, self.row = make((sizes.pairs,), "float32"), make((sizes.pairs + sizes.rows,), "int32")
+
+    @staticmethod
+    def shared_bytes(sizes: Sizes) -> int:
+        words = sizes.rows * sizes.banks + 4 * sizes.pairs + sizes.rows + (sizes.mask_words + 1) * sizes.banks * 32
+        return 4 * (words + 2 * sizes.banks + (3 + sizes.mask_words) * (sizes.most + 1)) + 13 * 16
+
+    def choose(self, choosing: Choosing, logits: Any, keys: Any, scores: Any, at: Any) -> None:
+        """A warp a row."""
+        sizes = self.sizes
+        turns = -(-sizes.rows // self.warps)
+        with T.serial(0, turns) as turn:
+            row = hold(turn * self.warps + at.warp, "int32", "row")
+            with T.If(row < sizes.rows), T.Then():
+                chooser = Chooser(choosing, keys, scores, hold(at.warp * choosing.words, "int32"), at.lane)
+                expert, share = chooser.choose(logits, row)
+                with T.If(at.lane < sizes.top), T.Then():
+                    T.buffer_store(self.pair_expert, expert, [row * sizes.top + at.lane])
+                    T.buffer_store(self.pair_share, share, [row * sizes.top + at.lane])
+                do(T.cuda.warp_sync())
+                # A bit for each expert: lane b collects those of bank b.
+                for first in range(0, sizes.banks, 32):
+                    word = register("uint32", name="chosen")
+                    put(word, T.uint32(0))
+                    with T.serial(0, sizes.top) as place:
+                        other = hold(self.pair_expert[row * sizes.top + place], "int32")
+                        bit = T.shift_left(T.uint32(1), T.Cast("uint32", T.bitwise_and(other, T.int32(31))))
+                        mine = T.EQ(T.shift_right(other, T.int32(5)), at.lane + first)
+                        put(word, T.bitwise_or(word[0], T.Select(mine, bit, T.uint32(0))))
+                    with T.If(at.lane + first < sizes.banks), T.Then():
+                        T.buffer_store(self.bits, word[0], [row * sizes.banks + at.lane + first])
+                do(T.cuda.warp_sync())
+        do(T.cuda.cta_sync())
+
+    def gather(self, at: Any) -> None:
+        """Lists of experts and pairs; the shared expert, which every row goes to, is the last of the list's places."""
+        sizes = self.sizes
+        chunks = -(-sizes.banks // self.warps)
+        masks = [[register("uint32", name="rows") for _ in range(sizes.mask_words)] for _ in range(chunks)]
+        experts_before = [register("int32", name="experts_before") for _ in range(chunks)]
+        pairs_before = [register("int32", name="pairs_before") for _ in range(chunks)]
+        for chunk in range(chunks):
+            bank = hold(chunk * self.warps + at.warp, "int32", "bank")
+            for word in masks[chunk]:
+                put(word, T.uint32(0))
+            with T.If(bank < sizes.banks), T.Then():
+                for index, word in enumerate(masks[chunk]):
+                    with T.serial(0, min(32, sizes.rows - index * 32)) as row:
+                        bits = hold(self.bits[(row + index * 32) * sizes.banks + bank], "uint32")
+                        bit = T.bitwise_and(T.shift_right(bits, T.Cast("uint32", at.lane)), T.uint32(1))
+                        put(word, T.bitwise_or(word[0], T.shift_left(bit, T.Cast("uint32", row))))
+                pairs = register("int32", name="pairs")
+                put(pairs, T.int32(0))
+                for word in masks[chunk]:
+                    put(pairs, pairs[0] + popc(word[0]))
+                active = hold(T.cuda.ballot_sync(T.uint32(ALL), T.Cast("int32", pairs[0] > 0)), "uint32")
+                put(experts_before[chunk], popc(hold(T.bitwise_and(active, below(at.lane)), "uint32")))
+                through = register("int32", name="through")
+                put(through, pairs[0])
+                for step in (1, 2, 4, 8, 16):
+                    other = hold(T.cuda.__shfl_up_sync(T.uint32(ALL), through[0], step, 32), "int32")
+                    put(through, through[0] + T.Select(at.lane >= step, other, T.int32(0)))
+                put(pairs_before[chunk], through[0] - pairs[0])
+                with T.If(T.EQ(at.lane, 31)), T.Then():
+                    T.buffer_store(self.bank_experts, popc(active), [bank])
+                    T.buffer_store(self.bank_pairs, through[0], [bank])
+        do(T.cuda.cta_sync())
+        self.total = register("int32", name="chosen_experts")
+        put(self.total, T.int32(0))
+        with T.serial(0, sizes.banks) as other:
+            put(self.total, self.total[0] + self.bank_experts[other])
+        for chunk in range(chunks):
+            bank = hold(chunk * self.warps + at.warp, "int32", "bank")
+            with T.If(bank < sizes.banks), T.Then():
+                place, first = register("int32", name="place"), register("int32", name="first")
+                put(place, experts_before[chunk][0])
+                put(first, pairs_before[chunk][0])
+                with T.serial(0, bank) as other:
+                    put(place, place[0] + self.bank_experts[other])
+                    put(first, first[0] + self.bank_pairs[other])
+                expert, pairs = hold(bank * 32 + at.lane, "int32"), register("int32", name="pairs")
+                put(pairs, T.int32(0))
+                for index, word in enumerate(masks[chunk]):
+                    T.buffer_store(self.rows_of, word[0], [expert, index])
+                    put(pairs, pairs[0] + popc(word[0]))
+                T.buffer_store(self.first_of, first[0], [expert])
+                with T.If(pairs[0] > 0), T.Then():
+                    for target, value in ((self.expert, expert), (self.first, first[0]), (self.count, pairs[0])):
+                        T.buffer_store(target, value, [place[0]])
+                    for index, word in enumerate(masks[chunk]):
+                        T.buffer_store(self.rows, word[0], [place[0], index])
+        do(T.cuda.cta_sync())
+        thread = at.warp * 32 + at.lane
+        for turn in range(-(-sizes.pairs // self.threads)):
+            pair = hold(thread + turn * self.threads, "int32", "pair")
+            with T.If(pair < sizes.pairs), T.Then():
+                expert, row = hold(self.pair_expert[pair], "int32"), hold(T.floordiv(pair, sizes.top), "int32")
+                rank, _ = rank_in([hold(self.rows_of[expert, i], "uint32") for i in range(sizes.mask_words)], row)
+                place = hold(self.first_of[expert] + rank, "int32")
+                T.buffer_store(self.share, self.pair_share[pair], [place])
+                T.buffer_store(self.row, row, [place])
+        with T.If(thread < sizes.rows), T.Then():
+            T.buffer_store(self.row, thread, [sizes.pairs + thread])
+        do(T.cuda.cta_sync())
+
+    def publish(self, listed: Any, thread: Any) -> None:
+        """The list for the next launch, by one block."""
+        sizes = self.sizes
+        for turn in range(-(-(sizes.most + 1) // self.threads)):
+            place = hold(thread + turn * self.threads, "int32")
+            with T.If(place < self.total[0]), T.Then():
+                words = [T.reinterpret("int32", self.rows[place, i]) for i in range(sizes.mask_words)]
+                for index, value in enumerate((self.expert[place], self.first[place], *words)):
+                    store(listed, [place, index], hold(value, "int32"))
+            with T.If(T.EQ(place, sizes.most)), T.Then():
+                store(listed, [place, 0], self.total[0])
+
+
+class Up:
+    """One launch. x: [rows, hidden / 2] words, logits: [rows, experts] float32, gate: [rows, 1] float32 of the shared expert's
+    gate before its sigmoid, or None."""
+
+    def __init__(self, env: Any, sizes: Sizes, cut: UpCut, kind: str, choosing: Choosing, weights: Weights, between: Between):
+        self.env, self.sizes, self.cut, self.kind = env, sizes, cut, kind
+        self.choosing, self.weights, self.between = choosing, weights, between
+        self.mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+        self.shared_tiles, self.expert_tiles = sizes.shared // 8, sizes.inner // 8
+        self.tiles_ahead = max(1, cut.stages // cut.steps)
+        self.blocks = min(env.processors, self.shared_tiles + sizes.most * self.expert_tiles)
+
+    def emit(self, x: Any, logits: Any, gate: Any) -> None:
+        sizes, cut = self.sizes, self.cut
+        self.x, self.gate = x, gate
+        with self.env.kernel(self.blocks, cut.warps, early=True) as at:
+            self.at, self.thread = at, hold(at.warp * 32 + at.lane, "int32", "thread")
+            pool = SMEMPool()
+            self.ring = pool.alloc((cut.warps, cut.stages, 2, 32, 4), "uint32", align=128)
+            words = cut.scratch_words(sizes, self.choosing.words)
+            memory = pool.alloc((words,), "uint32", align=16)
+            self.groups = Groups(sizes, pool, cut.warps)
+            pool.commit()
+            keys, scores = memory_views(memory, words)
+            shape = (cut.buffers, cut.warps, sizes.rows * 16)
+            self.shared = T.decl_buffer(shape, "float32", data=memory.data, scope="shared.dyn")
+            self.word = hold(at.warp * 16 + at.lane % 4 * 4, "int32", "word")
+            self.tile, self.turn, self.ring_turn = (register("int32", name=name) for name in ("tile", "turn", "ring_turn"))
+            put(self.tile, at.block)
+            put(self.turn, T.int32(0))
+            put(self.ring_turn, T.int32(0))
+            here, ahead = register("uint64", 2, "here"), register("uint64", 2, "ahead")
+            for number in range(self.tiles_ahead if self.shared_tiles else 0):
+                tile = self.tile[0] + number * self.blocks
+                with T.If(tile < self.shared_tiles), T.Then():
+                    self._find_shared(tile, here)
+                    self._fill(number, here)
+            self.env.wait()
+            if cut.resident:
+                self._load_x()
+            self.groups.choose(self.choosing, logits, keys, scores, at)
+            self.groups.gather(at)
+            self.tiles = hold(self.groups.total[0] * self.expert_tiles + self.shared_tiles, "int32", "tiles")
+            for number in range(self.tiles_ahead):
+                tile = hold(self.tile[0] + number * self.blocks, "int32")
+                listed = T.And(tile >= self.shared_tiles, tile < self.tiles)
+                with T.If(listed), T.Then():
+                    self._find_listed(tile, here)
+                self._fill(number, here, listed)
+            with T.If(T.EQ(at.block, self.blocks - 1)), T.Then():  # which has the fewest tiles
+                self.groups.publish(self.between.listed, self.thread)
+            if cut.steps > cut.stages:
+                self._find(self.tile[0], here)
+            with T.While(self.tile[0] < self.tiles):
+                self._find(hold(self.tile[0] + self.tiles_ahead * self.blocks, "int32", "far"), ahead)
+                self._tile(here, ahead)
+                if cut.steps > cut.stages:
+                    for half in range(2):
+                        put(here, ahead[half], half)
+                put(self.tile, self.tile[0] + self.blocks)
+
+    # -- weights -----------------------------------------------------------------------------------------------
+
+    def _find(self, tile: Any, target: Any) -> None:
+        """Addresses of the lane's pieces of a tile's first step, in gate and in up; of no tile, none."""
+        if self.shared_tiles:
+            with T.If(tile < self.shared_tiles), T.Then():
+                self._find_shared(tile, target)
+        with T.If(T.And(tile >= self.shared_tiles, tile < self.tiles)), T.Then():
+            self._find_listed(tile, target)
+
+    def _find_shared(self, tile: Any, target: Any) -> None:
+        row = hold(tile * 8 + T.floordiv(self.at.lane, 4), "int32")
+        for half, weight in enumerate(self.weights.shared[:2]):
+            put(target, T.reinterpret("uint64", weight.ptr_to([row, self.word])), half)
+
+    def _place_of(self, tile: Any) -> tuple[Any, Any]:
+        """(place in the list, number among the expert's tiles) of a routed expert's tile."""
+        tile = hold(tile - self.shared_tiles, "int32")
+        return hold(T.floordiv(tile, self.expert_tiles), "int32"), hold(T.floormod(tile, self.expert_tiles), "int32")
+
+    def _find_listed(self, tile: Any, target: Any) -> None:
+        place, number = self._place_of(tile)
+        expert = hold(self.groups.expert[place], "int32")
+        row = hold(number * 8 + T.floordiv(self.at.lane, 4), "int32")
+        words = self.sizes.hidden // 2
+        gate, up = self.weights.gate, self.weights.up
+        pair = ((gate, row), (gate, row + self.sizes.inner)) if up is None else ((gate, row), (up, row))
+        for half, (weight, line) in enumerate(pair):
+            place = [wide(expert), wide(line) * words + wide(self.word)]
+            put(target, T.reinterpret("uint64", weight.ptr_to(place)), half)
+
+    def _fill(self, number: int, addresses: Any, late: Any = None) -> None:
+        """Start all copies of the `number`th tile that the ring holds at first; `late`: where that holds, a group each stage.
+        What was copied before is in the first group."""
+        for stage in range(self.cut.stages):
+            tile, step = divmod(stage, self.cut.steps)
+            if tile != number:
+                continue
+            if late is None:
+                self._copy(stage, addresses, step)
+                continue
+            with T.If(late), T.Then():
+                self._copy(stage, addresses, step)
+            do(T.ptx.cp.async_.commit_group())
+
+    def _copy(self, slot: Any, addresses: Any, step: int) -> None:
+        offset = 2 * step * self.cut.warps * STEP
+        for half in range(2):
+            source = T.reinterpret("handle", addresses[half] + T.uint64(offset))
+            do(T.ptx[COPY](self.ring.ptr_to([self.at.warp, slot, half, self.at.lane, 0]), source, 16))
+
+    # -- a tile ------------------------------------------------------------------------------------------------
+
+    def _tile(self, here: Any, ahead: Any) -> None:
+        cut, sizes = self.cut, self.sizes
+        self.of_shared = self.tile[0] < self.shared_tiles
+        place, number = self._place_of(self.tile[0])
+        put_place = hold(T.Select(self.of_shared, T.int32(0), place), "int32")
+        first = hold(T.Select(self.of_shared, T.int32(sizes.pairs), self.groups.first[put_place]), "int32", "first")
+        count = hold(T.Select(self.of_shared, T.int32(sizes.rows), self.groups.count[put_place]), "int32", "count")
+        sums = register("float32", sizes.row_blocks * 4, "sums")
+        zeros(sums, sizes.row_blocks * 4)
+        if not cut.resident:
+            self._find_rows(first, count)
+        far = hold(self.tile[0] + self.tiles_ahead * self.blocks, "int32")
+        x = self._row_words(0, 0) if not cut.resident else []
+        for step in range(cut.steps):
+            slot = step % cut.stages if cut.stages <= cut.steps else hold(self.ring_turn[0] * cut.steps + step, "int32")
+            do(T.ptx.cp.async_.wait_group(cut.stages - 1))
+            piece = register("uint32", 8, "weights")
+            for half in range(2):
+                with T.vectorized(0, 4) as v:
+                    T.buffer_store(piece, self.ring[self.at.warp, slot, half, self.at.lane, v], [half * 4 + v])
+            if cut.resident:
+                for block in range(sizes.row_blocks):
+                    self._multiply(sums, block, piece, [self.fragments[(block * cut.steps + step) * 4 + i] for i in range(4)])
+            else:
+                now, x = x, self._row_words(0, step + 1) if step + 1 < cut.steps else []
+                self._multiply(sums, 0, piece, now)
+                for block in range(1, sizes.row_blocks):
+                    with T.If(block * 8 < count), T.Then():
+                        self._multiply(sums, block, piece, self._row_words(block, step))
+            later = step + cut.stages
+            if later < cut.steps:
+                self._copy(slot, here, later)
+            else:
+                with T.If(far < self.tiles), T.Then():
+                    self._copy(slot, ahead, later % cut.steps if cut.stages <= cut.steps else step)
+            do(T.ptx.cp.async_.commit_group())
+        if cut.stages > cut.steps:
+            following = self.ring_turn[0] + 1
+            put(self.ring_turn, T.Select(T.EQ(following, self.tiles_ahead), T.int32(0), following))
+        self._share(sums, count)
+        do(T.cuda.cta_sync())
+        self._finish(put_place, number, first, count)
+        if cut.buffers == 1:
+            do(T.cuda.cta_sync())
+        else:
+            put(self.turn, T.bitwise_xor(self.turn[0], 1))
+
+    def _multiply(self, sums: Any, block: int, piece: Any, x: list[Any]) -> None:
+        c = [sums[block * 4 + i] for i in range(4)]
+        do(T.ptx[self.mma](*c, piece[0], piece[4], piece[1], piece[5], x[0], x[1], *c))
+        do(T.ptx[self.mma](*c, piece[2], piece[6], piece[3], piece[7], x[2], x[3], *c))
+
+    def _load_x(self) -> None:
+        cut, sizes = self.cut, self.sizes
+        self.fragments = register("uint32", sizes.row_blocks * cut.steps * 4, "x")
+        for block in range(sizes.row_blocks):
+            row = T.min(block * 8 + T.floordiv(self.at.lane, 4), T.int32(sizes.rows - 1))
+            for step in range(cut.steps):
+                words = [self.fragments[(block * cut.steps + step) * 4 + i] for i in range(4)]
+                do(T.ptx["ld.global.v4.b32"](*words, self.x.ptr_to([row, self.word + step * cut.warps * 16])))
+
+    def _find_rows(self, first: Any, count: Any) -> None:
+        """Which rows of x the lane has in each block of eight that the expert has."""
+        self.rows = register("int32", self.sizes.row_blocks, "row")
+        for block in range(self.sizes.row_blocks):
+            rank = T.min(block * 8 + T.floordiv(self.at.lane, 4), count - 1)
+            put(self.rows, self.groups.row[first + rank], block)
+
+    def _row_words(self, block: int, step: int) -> list[Any]:
+        words = register("uint32", 4, "x")
+        do(
+            T.ptx["ld.global.v4.b32"](
+                *(words[i] for i in range(4)), self.x.ptr_to([self.rows[block], self.word + step * self.cut.warps * 16])
+            )
+        )
+        return [words[i] for i in range(4)]
+
+    def _share(self, sums: Any, count: Any) -> None:
+        """Leave the warp's sums as [row or rank][gate or up]."""
+        most = self.sizes.rows
+        for block in range(self.sizes.row_blocks):
+            for i in range(4):
+                row = hold(block * 8 + self.at.lane % 4 * 2 + i % 2, "int32")
+                place = row * 16 + T.floordiv(self.at.lane, 4) + i // 2 * 8
+                limit = most if self.cut.resident else count
+                with T.If(row < limit), T.Then():
+                    T.buffer_store(self.shared, sums[block * 4 + i], [self.turn[0], self.at.warp, place])
+
+    def _finish(self, place: Any, number: Any, first: Any, count: Any) -> None:
+        """share * silu(gate) * up of the expert's rows."""
+        sizes, cut = self.sizes, self.cut
+        threads = cut.warps * 32
+        for chunk in range(-(-sizes.rows * 8 // threads)):
+            item = hold(T.floordiv(self.thread + chunk * threads, 8), "int32", "item")
+            column = self.thread % 8
+            if cut.resident:
+                words = [hold(self.groups.rows[place, i], "uint32") for i in range(sizes.mask_words)]
+                rank, bit = rank_in(words, hold(T.min(item, T.int32(sizes.rows - 1)), "int32"))
+                mine = T.And(item < sizes.rows, T.Or(self.of_shared, bit > T.uint32(0)))
+            else:
+                rank, mine = item, item < count
+            with T.If(mine), T.Then():
+                totals = [register("float32", name=name) for name in ("gate", "up")]
+                for matrix, total in enumerate(totals):
+                    put(total, T.float32(0))
+                    for warp in range(cut.warps):
+                        put(total, total[0] + self.shared[self.turn[0], warp, item * 16 + matrix * 8 + column])
+                value = hold(silu(totals[0][0]) * totals[1][0])
+                if self.shared_tiles:
+                    with T.If(self.of_shared), T.Then():
+                        scaled = value
+                        if self.gate is not None:
+                            scaled = hold(value * sigmoid(load(self.gate, [item, 0])))
+                        store(self.between.shared_elements, [item, self.tile[0] * 8 + column], scaled)
+                with T.If(T.Not(self.of_shared)), T.Then():
+                    pair = hold(first + rank, "int32")
+                    store(self.between.made_elements, [pair, number * 8 + column], hold(value * self.groups.share[pair]))
+
+
+class Down:
+    """One launch. finish(row, column, [sum]) stores the results of one element."""
+
+    def __init__(self, env: Any, sizes: Sizes, cut: DownCut, kind: str, weights: Weights, between: Between):
+        self.env, self.sizes, self.cut, self.weights, self.between = env, sizes, cut, weights, between
+        self.mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+        self.tiles = sizes.hidden // 16
+        self.shared_units, self.expert_units = sizes.shared // STEP, sizes.inner // STEP
+        self.pieces = cut.pieces(sizes)
+        self.blocks = min(env.processors, self.tiles)
+
+    def emit(self, finish: Callable[[Any, Any, list[Any]], None]) -> None:
+        sizes, cut = self.sizes, self.cut
+        with self.env.kernel(self.blocks, cut.warps, early=True) as at:
+            self.at, self.thread = at, hold(at.warp * 32 + at.lane, "int32", "thread")
+            pool = SMEMPool()
+            self.ring = pool.alloc((cut.warps, cut.stages, self.pieces, 32, 4), "uint32", align=128)
+            self.shared = pool.alloc((cut.warps, sizes.rows * 16), "float32", align=16)
+            self.listed = pool.alloc((sizes.most, 4), "int32", align=16)
+            pool.commit()
+            names = ("tile", "unit", "ahead_tile", "ahead_unit", "slot")
+            self.tile, self.unit, self.ahead_tile, self.ahead_unit, self.slot = (register("int32", name=name) for name in names)
+            put(self.tile, at.block)
+            put(self.slot, T.int32(0))
+            addresses = register("uint64", 2, "source")
+            for stage in range(cut.stages if self.shared_units else 0):
+                unit = hold(at.warp + stage * cut.warps, "int32")
+                with T.If(unit < self.shared_units), T.Then():
+                    self._find_shared(self.tile[0], unit, addresses)
+                    self._copy_weights(stage, addresses)
+            self.env.wait()
+            self._fetch_list()
+            put(self.ahead_tile, T.Select(at.warp < self.units, at.block, T.int32(self.tiles)))
+            put(self.ahead_unit, at.warp)
+            for stage in range(cut.stages):
+                with T.If(self.ahead_tile[0] < self.tiles), T.Then():
+                    early = T.And(T.EQ(self.ahead_tile[0], at.block), self.ahead_unit[0] < self.shared_units)
+                    self._start(stage, addresses, early)
+                do(T.ptx.cp.async_.commit_group())
+                self._advance()
+            with T.While(self.tile[0] < self.tiles):
+                self._tile(addresses)
+                do(T.cuda.cta_sync())
+                self._finish(finish)
+                do(T.cuda.cta_sync())
+                put(self.tile, self.tile[0] + self.blocks)
+
+    def _fetch_list(self) -> None:
+        sizes, threads = self.sizes, self.cut.warps * 32
+        total = load_int(self.between.listed, [sizes.most, 0])
+        for turn in range(-(-sizes.most // threads)):
+            place = hold(self.thread + turn * threads, "int32")
+            with T.If(place < sizes.most), T.Then():
+                words = register("int32", 4, "line")
+                do(T.ptx["ld.global.v4.b32"](*(words[i] for i in range(4)), self.between.listed.ptr_to([place, 0])))
+                for index in range(4):
+                    T.buffer_store(self.listed, words[index], [place, index])
+        do(T.cuda.cta_sync())
+        self.units = hold(total * self.expert_units + self.shared_units, "int32", "units")
+
+    # -- the ring ----------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """The copying cursor goes to the warp's next unit, of the next tile after the last."""
+        put(self.ahead_unit, self.ahead_unit[0] + self.cut.warps)
+        with T.If(self.ahead_unit[0] >= self.units), T.Then():
+            put(self.ahead_unit, self.at.warp)
+            put(self.ahead_tile, self.ahead_tile[0] + self.blocks)
+
+    def _find_shared(self, tile: Any, unit: Any, target: Any) -> None:
+        for half in range(2):
+            row = tile * 16 + half * 8 + T.floordiv(self.at.lane, 4)
+            place = [row, unit * 16 + self.at.lane % 4 * 4]
+            put(target, T.reinterpret("uint64", self.weights.shared[2].ptr_to(place)), half)
+
+    def _place_of(self, unit: Any) -> tuple[Any, Any]:
+        """(place in the list, step of the expert's columns) of a routed expert's unit."""
+        unit = hold(unit - self.shared_units, "int32")
+        return hold(T.floordiv(unit, self.expert_units), "int32"), hold(T.floormod(unit, self.expert_units), "int32")
+
+    def _start(self, slot: Any, addresses: Any, early: Any = None) -> None:
+        """Copies of the unit at the copying cursor. early: where that holds, its weights are on their way."""
+        unit = self.ahead_unit[0]
+        if self.shared_units:
+            with T.If(unit < self.shared_units), T.Then():
+                self._start_shared(slot, unit, addresses, early)
+        with T.If(unit >= self.shared_units), T.Then():
+            place, step = self._place_of(unit)
+            expert = hold(self.listed[place, 0], "int32")
+            words, column = self.sizes.inner // 2, step * 16 + self.at.lane % 4 * 4
+            for half in range(2):
+                row = self.ahead_tile[0] * 16 + half * 8 + T.floordiv(self.at.lane, 4)
+                weight = self.weights.down.ptr_to([wide(expert), wide(row) * words + wide(column)])
+                put(addresses, T.reinterpret("uint64", weight), half)
+            self._copy_weights(slot, addresses)
+            if self.pieces == 3:
+                rank, bit = rank_in([T.reinterpret("uint32", self.listed[place, 2])], hold(T.floordiv(self.at.lane, 4), "int32"))
+                pair = hold(T.min(self.listed[place, 1] + rank, T.int32(self.sizes.pairs - 1)), "int32")
+                size = hold(bit * T.uint32(16), "uint32")  # nothing is read for other rows: zeros
+                target = self.ring.ptr_to([self.at.warp, slot, 2, self.at.lane, 0])
+                do(T.ptx[COPY](target, self.between.made.ptr_to([pair, column]), 16, size))
+
+    def _start_shared(self, slot: Any, unit: Any, addresses: Any, early: Any) -> None:
+        def weights():
+            self._find_shared(self.ahead_tile[0], unit, addresses)
+            self._copy_weights(slot, addresses)
+
+        if early is None:
+            weights()
+        else:
+            with T.If(T.Not(early)), T.Then():
+                weights()
+        if self.pieces == 3:
+            row = hold(T.min(T.floordiv(self.at.lane, 4), T.int32(self.sizes.rows - 1)), "int32")
+            source = self.between.shared.ptr_to([row, unit * 16 + self.at.lane % 4 * 4])
+            do(T.ptx[COPY](self.ring.ptr_to([self.at.warp, slot, 2, self.at.lane, 0]), source, 16))
+
+    def _copy_weights(self, slot: Any, addresses: Any) -> None:
+        for half in range(2):
+            source = T.reinterpret("handle", addresses[half])
+            do(T.ptx[COPY](self.ring.ptr_to([self.at.warp, slot, half, self.at.lane, 0]), source, 16))
+
+    # -- a tile ------------------------------------------------------------------------------------------------
+
+    def _tile(self, addresses: Any) -> None:
+        """The warp's units of 16 columns of the result."""
+        cut, sizes, at = self.cut, self.sizes, self.at
+        sums = register("float32", sizes.row_blocks * 4, "sums")
+        zeros(sums, sizes.row_blocks * 4)
+        put(self.unit, at.warp)
+        with T.While(self.unit[0] < self.units):
+            do(T.ptx.cp.async_.wait_group(cut.stages - 1))
+            piece = register("uint32", self.pieces * 4, "weights")
+            for part in range(self.pieces):
+                with T.vectorized(0, 4) as v:
+                    T.buffer_store(piece, self.ring[at.warp, self.slot[0], part, at.lane, v], [part * 4 + v])
+            if self.pieces == 3:
+                self._multiply(sums, 0, piece, [piece[8 + i] for i in range(4)])
+            else:
+                self._multiply_rows(sums, piece)
+            with T.If(self.ahead_tile[0] < self.tiles), T.Then():
+                self._start(self.slot[0], addresses)
+            do(T.ptx.cp.async_.commit_group())
+            self._advance()
+            put(self.slot, T.Select(T.EQ(self.slot[0] + 1, cut.stages), T.int32(0), self.slot[0] + 1))
+            put(self.unit, self.unit[0] + cut.warps)
+        self._share(sums)
+
+    def _multiply(self, sums: Any, block: int, piece: Any, x: list[Any]) -> None:
+        c = [sums[block * 4 + i] for i in range(4)]
+        do(T.ptx[self.mma](*c, piece[0], piece[4], piece[1], piece[5], x[0], x[1], *c))
+        do(T.ptx[self.mma](*c, piece[2], piece[6], piece[3], piece[7], x[2], x[3], *c))
+
+    def _multiply_rows(self, sums: Any, piece: Any) -> None:
+        """More than eight rows: of every eight, if the expert has one of them."""
+        sizes, lane = self.sizes, self.at.lane
+        base, stride = register("uint64", name="base"), register("uint64", name="stride")
+        words = [register("uint32", name="rows") for _ in range(sizes.mask_words)]
+        if self.shared_units:
+            with T.If(self.unit[0] < self.shared_units), T.Then():
+                for word in words:
+                    put(word, T.uint32(ALL))
+                put(base, T.reinterpret("uint64", self.between.shared.ptr_to([0, self.unit[0] * 16 + lane % 4 * 4])))
+                put(stride, T.uint64(sizes.shared * 2))
+        with T.If(self.unit[0] >= self.shared_units), T.Then():
+            place, step = self._place_of(self.unit[0])
+            for index, word in enumerate(words):
+                put(word, T.reinterpret("uint32", self.listed[place, 2 + index]))
+            start = [self.listed[place, 1], step * 16 + lane % 4 * 4]
+            put(base, T.reinterpret("uint64", self.between.made.ptr_to(start)))
+            put(stride, T.uint64(sizes.inner * 2))
+        for block in range(sizes.row_blocks):
+            rows = T.bitwise_and(T.shift_right(words[block // 4][0], T.uint32(block % 4 * 8)), T.uint32(255))
+            with T.If(rows > T.uint32(0)), T.Then():
+                row = hold(block * 8 + T.floordiv(lane, 4), "int32")
+                rank, bit = rank_in([word[0] for word in words], row)
+                x = register("uint32", 4, "x")
+                for index in range(4):
+                    put(x, T.uint32(0), index)
+                with T.If(T.And(bit > T.uint32(0), row < sizes.rows)), T.Then():
+                    source = T.reinterpret("handle", base[0] + T.Cast("uint64", rank) * stride[0])
+                    do(T.ptx["ld.global.v4.b32"](*(x[i] for i in range(4)), source))
+                do(T.cuda.warp_sync())
+                self._multiply(sums, block, piece, [x[i] for i in range(4)])
+
+    def _share(self, sums: Any) -> None:
+        for block in range(self.sizes.row_blocks):
+            for i in range(4):
+                row = hold(block * 8 + self.at.lane % 4 * 2 + i % 2, "int32")
+                place = row * 16 + T.floordiv(self.at.lane, 4) + i // 2 * 8
+                with T.If(row < self.sizes.rows), T.Then():
+                    T.buffer_store(self.shared, sums[block * 4 + i], [self.at.warp, place])
+
+    def _finish(self, finish: Callable[[Any, Any, list[Any]], None]) -> None:
+        threads = self.cut.warps * 32
+        for chunk in range(-(-self.sizes.rows * 16 // threads)):
+            element = hold(self.thread + chunk * threads, "int32")
+            with T.If(element < self.sizes.rows * 16), T.Then():
+                total = register("float32", name="total")
+                put(total, T.float32(0))
+                for warp in range(self.cut.warps):
+                    put(total, total[0] + self.shared[warp, element])
+                row, column = hold(T.floordiv(element, 16), "int32"), hold(self.tile[0] * 16 + element % 16, "int32")
+                finish(row, column, [total[0]])
