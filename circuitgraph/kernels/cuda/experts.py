@@ -19,8 +19,8 @@ from typing import Any
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
-from .route import ALL, Chooser, Choosing, memory_views, popc
-from .values import COPY, do, hold, load, load_int, put, register, sigmoid, silu, store, wide, zeros
+from .route import ALL, Chooser, Choosing, memory_views, popc, seen_as
+from .values import COPY, do, from_lane_before, hold, load, load_int, put, register, sigmoid, silu, store, wide, zeros
 
 STEP = 32
 """Columns of one step of a warp."""
@@ -207,7 +207,7 @@ class Groups:
                 through = register("int32", name="through")
                 put(through, pairs[0])
                 for step in (1, 2, 4, 8, 16):
-                    other = hold(T.cuda.__shfl_up_sync(T.uint32(ALL), through[0], step, 32), "int32")
+                    other = from_lane_before(through[0], step, "int32")
                     put(through, through[0] + T.Select(at.lane >= step, other, T.int32(0)))
                 put(pairs_before[chunk], through[0] - pairs[0])
                 with T.If(T.EQ(at.lane, 31)), T.Then():
@@ -290,7 +290,7 @@ class Up:
             pool.commit()
             keys, scores = memory_views(memory, words)
             shape = (cut.buffers, cut.warps, sizes.rows * 16)
-            self.shared = T.decl_buffer(shape, "float32", data=memory.data, scope="shared.dyn")
+            self.shared = seen_as(memory, shape, "float32")
             self.word = hold(at.warp * 16 + at.lane % 4 * 4, "int32", "word")
             self.tile, self.turn, self.ring_turn = (register("int32", name=name) for name in ("tile", "turn", "ring_turn"))
             put(self.tile, at.block)

@@ -10,15 +10,16 @@ from ...circuit.types import TensorType
 from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, within
 from .architectures import architecture_of
-from .epilogue import Epilogue, refuse_epilogue
+from .epilogue import Epilogue, refuse_ops
 from .experts import STEP, Between, Down, DownCut, Sizes, Up, UpCut, Weights
-from .plain import WARPS, Projection, emit_plain
+from .plain import Projection, emit_plain
 from .plain_experts import emit_plain_experts
 from .route import choosing_of, emit_route
 from .row_program import ELEMENTWISE, emit_rows
-from .shared import PROLOGUE_WARPS, emit_prologue, prologue_scratch, prologue_sinks, refuse_prologue
-from .stream import Geometry, Norm, Stream, geometry
-from .values import store
+from .shared import PROLOGUE_WARPS, emit_prologue, prologue_scratch, refuse_prologue
+from .stream import Geometry, Stream, geometry
+from .stream_templates import norm_of
+from .values import load, store
 
 
 @dataclass(frozen=True)
@@ -162,10 +163,10 @@ def refuse_mixture(plan: Plan, group: Group, params: MixtureParams) -> str | Non
     for cut in (params.up(plan, sizes, choosing_of(mixture.route, sizes.experts, None).words), params.down(plan, sizes)):
         if isinstance(cut, str):
             return cut
-    return refuse_prologue(plan, group) or refuse_epilogue(plan, group)
+    return refuse_prologue(plan, group) or refuse_ops(group)
 
 
-def router_cut(plan: Plan, group: Group, params: MixtureParams, hidden: int) -> Geometry | None:
+def router_cut(plan: Plan, params: MixtureParams, hidden: int) -> Geometry | None:
     """How the router's product is streamed; None where x does not fit, and a plain product does."""
     registers = params.registers if plan.rows <= 8 else 64
     for warps in (params.warps, -(-params.warps // 2), -(-params.warps // 4)):
@@ -178,8 +179,8 @@ def router_cut(plan: Plan, group: Group, params: MixtureParams, hidden: int) -> 
 
 def folded(plan: Plan, group: Group, params: MixtureParams, mixture: Mixture) -> Node | None:
     """The norm that the router's product can take in: the whole prologue, of the activations' dtype."""
-    types = plan.circuit.types
-    if not params.fold_norm or len(group.prologue) != 1 or router_cut(plan, group, params, sizes_of(plan, mixture).hidden) is None:
+    types, hidden = plan.circuit.types, sizes_of(plan, mixture).hidden
+    if not params.fold_norm or len(group.prologue) != 1 or router_cut(plan, params, hidden) is None:
         return None
     (node,) = group.prologue
     alike = len({types[name].dtype for name in (node.name, *node.inputs)}) == 1  # type: ignore[union-attr]
@@ -192,6 +193,7 @@ class MixtureStream(Kernel):
     weights are streamed once through tensor cores, with the shared expert and the sums after it."""
 
     name = "cuda.mixture_stream"
+    patterns = ("mixture",)
     Params = MixtureParams
 
     @staticmethod
@@ -250,22 +252,16 @@ def _emit_router(env: Any, group: Group, params: MixtureParams, mixture: Mixture
     keep = lambda target: lambda row, column, sums: store(target, [row, column], sums[0])  # noqa: E731
     pairs = [(mixture.route.inputs[1], logits)] + ([(mixture.vector.inputs[1], gate)] if mixture.vector else [])
     hidden = sizes_of(plan, mixture).hidden
-    cut, node = router_cut(plan, group, params, hidden), folded(plan, group, params, mixture)
+    cut, node = router_cut(plan, params, hidden), folded(plan, group, params, mixture)
     if node is None:
         emit_prologue(env, group, PROLOGUE_WARPS)
     if cut is None:
         projections = [Projection((env.buffer(name),), keep(target)) for name, target in pairs]
         return emit_plain(env, env.flat(mixture.x), projections, blocks_per_processor=4)
     projections = [Projection((env.words(name),), keep(target)) for name, target in pairs]
-    norm = None
-    if node is not None:
-        norm = _norm(env, node, cut.warps)
+    norm = norm_of(env, node, cut.warps, stored=True) if node else None
     source = mixture.x if node is None else node.inputs[0]
     Stream(env, cut, env.words(source), plan.circuit.types[source].dtype, projections, norm).emit()
-
-
-def _norm(env: Any, node: Node, warps: int) -> Norm:
-    return stored_norm(env, node, warps)
 
 
 @kernel
@@ -274,6 +270,7 @@ class MixturePlain(Kernel):
     last resort."""
 
     name = "cuda.mixture_plain"
+    patterns = ("mixture", "route", "experts")
 
     @dataclass(frozen=True)
     class Params:
@@ -288,8 +285,6 @@ class MixturePlain(Kernel):
         foreign = sorted({node.op for node in (*group.anchors, *group.epilogue)} - known)
         if foreign:
             return f"no form of {', '.join(foreign)} among experts"
-        if any(node.op == "linear" and len(node.inputs) > 2 for node in group.anchors):
-            return "a product among the experts has a bias"
         if any(node.op == "route" and node.attr["top"] > 32 for node in group.anchors):
             return "at most 32 experts a row"
         return refuse_prologue(plan, group)
@@ -316,8 +311,7 @@ class MixturePlain(Kernel):
                 continue
             x, *_ = node.inputs
             if node.op == "linear":
-                target = env.flat(node.name)
-                projection = Projection((env.buffer(node.inputs[1]),), lambda r, c, s, to=target: store(to, [r, c], s[0]))
+                projection = Projection((env.buffer(node.inputs[1]),), _keep(env, node))
                 emit_plain(env, env.flat(x), [projection], blocks_per_processor=params.blocks_per_processor)
             elif node.op == "route":
                 _emit_plain_route(env, node, params.blocks_per_processor)
@@ -325,6 +319,16 @@ class MixturePlain(Kernel):
                 emit_plain_experts(env, node, env.scratch(f"{node.name} made"))
             else:
                 emit_rows(env, [node], [node.name], warps=params.warps)
+
+
+def _keep(env: Any, node: Node) -> Any:
+    """finish(row, column, sums) of a product alone."""
+    target, bias = env.flat(node.name), env.buffer(node.inputs[2]) if len(node.inputs) > 2 else None
+
+    def finish(row, column, sums):
+        store(target, [row, column], sums[0] if bias is None else sums[0] + load(bias, [column], constant=True))
+
+    return finish
 
 
 def _logits_type(plan: Plan, node: Node) -> TensorType:

@@ -201,7 +201,12 @@ class Chooser:
 
 def memory_views(memory: Any, words: int) -> tuple[Any, Any]:
     """Shared memory as uint32 and as float32."""
-    return tuple(T.decl_buffer((words,), dtype, data=memory.data, scope="shared.dyn") for dtype in ("uint32", "float32"))
+    return tuple(seen_as(memory, (words,), dtype) for dtype in ("uint32", "float32"))
+
+
+def seen_as(memory: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    """Shared memory of 32-bit words under another shape and type."""
+    return T.decl_buffer(shape, dtype, data=memory.data, elem_offset=memory.elem_offset, scope="shared.dyn")
 
 
 def emit_route(env: Any, choosing: Choosing, logits: Any, ids: Any, share: Any) -> None:

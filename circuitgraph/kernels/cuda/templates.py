@@ -12,6 +12,7 @@ from ..base import Kernel, kernel, within
 from .architectures import architecture_of, fitting
 from .attention import emit_combine, emit_plain_attention
 from .epilogue import Epilogue, meeting, refuse_epilogue
+from .experts_templates import MixturePlain, MixtureStream
 from .paged import CLUSTER, PagedAttention, shared_bytes
 from .plain import WARPS, Projection, emit_plain, emit_plain_top1, emit_top1_final
 from .row_program import emit_rows, refuse_rows, sinks_of
@@ -39,6 +40,8 @@ __all__ = [
     "LinearPlain",
     "LinearStream",
     "LinearTiles",
+    "MixturePlain",
+    "MixtureStream",
     "Rows",
     "Top1Plain",
     "Top1Stream",
