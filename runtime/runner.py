@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from circuitgraph.checkpoint.packed import dequantised
 from circuitgraph.circuit.ir import Circuit, State
 from circuitgraph.errors import Fault, RuntimeUseError
 from circuitgraph.interpreter import interpret
@@ -457,13 +458,14 @@ class ReferenceRunner(DraftRunner):
     """The circuit itself, interpreted in torch: the oracle, and what drafts where nothing is compiled.
 
     Args:
-        weights: by circuit name, the tables' tensors (`rope.cos`, ...) among them; any float dtype.
+        weights: by circuit name, the tables' tensors (`rope.cos`, ...) among them; any float dtype. Quantised ones may be the
+            tensors that programs read: they are dequantised here, once.
     """
 
     def __init__(self, circuit: Circuit, weights: Mapping[str, torch.Tensor]):
         super().__init__()
         self.circuit = circuit
-        self.weights = dict(weights)
+        self.weights = dequantised(circuit, weights)
         self.device = next(iter(self.weights.values())).device
         self._act = TORCH_DTYPES[circuit.act]
         needed = {weight.name for weight in circuit.weights}

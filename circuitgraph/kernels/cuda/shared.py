@@ -9,6 +9,7 @@ from tvm.tirx.script import builder as T
 
 from ...circuit.types import StateType, TensorType
 from ...plan.ir import VIEWS, Group, Plan, Scratch
+from ..base import refuse_packed
 from .attention import Query
 from .epilogue import meeting
 from .plain import ROWS, Logits, Partials
@@ -85,7 +86,7 @@ def refuse_attend(plan: Plan, group: Group, parts: int) -> str | None:
         return "one attention at a time"
     if not 1 <= parts <= 64:
         return f"parts lie in 1..64, got {parts}"
-    return refuse_rows(plan, group.epilogue, sinks_of(plan, group, group.nodes))
+    return refuse_packed(plan, group) or refuse_rows(plan, group.epilogue, sinks_of(plan, group, group.nodes))
 
 
 def attend_facts(plan: Plan, group: Group) -> tuple[int, int, int, set[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 from ...circuit.ir import Node
 from ...circuit.types import TensorType
 from ...plan.ir import Group, Plan, Scratch
-from ..base import Kernel, kernel, within
+from ..base import Kernel, kernel, refuse_packed, within
 from .architectures import architecture_of, fitting
 from .epilogue import Epilogue, meeting, refuse_epilogue
 from .plain import Projection, emit_top1_final
@@ -65,7 +65,7 @@ def cut_of(plan: Plan, group: Group, params: StreamParams) -> Geometry | str:
 def refuse_stream(plan: Plan, group: Group, params: StreamParams) -> str | None:
     """Why the tensor cores cannot take this group's products, or None."""
     types = plan.circuit.types
-    reason = refuse_dtypes(plan, group) or refuse_meeting(group) or refuse_prologue(plan, group)
+    reason = refuse_packed(plan, group) or refuse_dtypes(plan, group) or refuse_meeting(group) or refuse_prologue(plan, group)
     if reason:
         return reason
     cut = cut_of(plan, group, params)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...plan.fuse import CACHE, ROWS
 from ...plan.ir import Group, Plan, Scratch
-from ..base import Kernel, kernel, within
+from ..base import Kernel, kernel, refuse_packed, within
 from .architectures import architecture_of, fitting
 from .attention import emit_combine, emit_plain_attention
 from .epilogue import Epilogue, meeting, refuse_epilogue
@@ -65,7 +65,7 @@ class Rows(Kernel):
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
-        return refuse_rows(plan, group.nodes, sinks_of(plan, group, group.nodes))
+        return refuse_packed(plan, group) or refuse_rows(plan, group.nodes, sinks_of(plan, group, group.nodes))
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
@@ -88,7 +88,7 @@ class LinearPlain(Kernel):
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
-        return refuse_prologue(plan, group) or refuse_epilogue(plan, group)
+        return refuse_packed(plan, group) or refuse_prologue(plan, group) or refuse_epilogue(plan, group)
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
@@ -121,7 +121,7 @@ class Top1Plain(Kernel):
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
-        return refuse_prologue(plan, group) or refuse_top1(group)
+        return refuse_packed(plan, group) or refuse_prologue(plan, group) or refuse_top1(group)
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...plan.ir import Group, Plan, Scratch
-from ..base import Kernel, kernel, within
+from ..base import Kernel, kernel, refuse_packed, within
 from .architectures import architecture_of, fitting
 from .epilogue import Epilogue, meeting, refuse_epilogue
 from .plain import Projection, emit_top1_final
@@ -39,6 +39,9 @@ class TileParams:
 
 
 def refuse_tiles(plan: Plan, group: Group, params: TileParams) -> str | None:
+    packed = refuse_packed(plan, group)
+    if packed:
+        return packed
     columns = int(plan.circuit.types[group.anchors[0].inputs[0]].shape[1])  # type: ignore[union-attr]
     if params.rows % 32 or params.weights % 64:
         return f"tiles are multiples of 32 rows and 64 weights, got {params}"
