@@ -8,7 +8,7 @@ from typing import Any
 from ...circuit.ir import Node
 from ...circuit.types import TensorType
 from ...plan.ir import Group, Plan, Scratch
-from ..base import Kernel, kernel, within
+from ..base import Kernel, kernel, refuse_packed, within
 from .architectures import architecture_of
 from .epilogue import Epilogue, refuse_ops
 from .experts import STEP, Between, Down, DownCut, Sizes, Up, UpCut, Weights
