@@ -6,8 +6,9 @@ weights are known before the kernel waits for its predecessor, then of the liste
 `Down`: a block makes 16 columns of the result. Its warps go through the same 16 weight rows of all listed experts, 32 columns
 at a time, and add up in registers: every row's sum has the order of its experts' numbers, whatever rows are beside it.
 
-Both copy weights as `stream` does: a lane's own 16 bytes of a ring. A pair is a row and one of its experts; pairs are
-ordered by expert, then by row, so the pairs of an expert lie side by side.
+Both copy weights as `stream` does: a lane's own 16 bytes of a ring, and where weights are quantised (see `formats`) the scale
+that they have. A pair is a row and one of its experts; pairs are ordered by expert, then by row, so the pairs of an expert
+lie side by side.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from typing import Any
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
+from .formats import Format, Scales
 from .route import ALL, Chooser, Choosing, memory_views, popc, seen_as
-from .values import COPY, do, from_lane_before, hold, load, load_int, put, register, sigmoid, silu, store, wide, zeros
+from .values import COPY, COPY_WORD, do, from_lane_before, hold, load, load_int, put, register, sigmoid, silu, store, wide, zeros
 
-STEP = 32
-"""Columns of one step of a warp."""
+STEP_WORDS = 16
+"""Words of a weight row in one step of a warp: a lane has four, and four lanes share a row."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,15 @@ class Sizes:
     shared: int
     experts: int
     top: int
+    step: int = 32
+    """Columns of one step of a warp: of `STEP_WORDS` words."""
+    scaled: bool = False
+    """Are there scales, which go through the rings too?"""
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of a warp's stage: weights and their scales."""
+        return 1024 + 256 * self.scaled
 
     @property
     def pairs(self) -> int:
@@ -77,7 +88,7 @@ class UpCut:
         return max(self.buffers * self.warps * sizes.rows * 16, min(self.warps, sizes.rows) * choosing_words)
 
     def shared_bytes(self, sizes: Sizes, choosing_words: int) -> int:
-        ring = self.warps * self.stages * 1024
+        ring = self.warps * self.stages * sizes.stage_bytes
         return ring + 4 * self.scratch_words(sizes, choosing_words) + Groups.shared_bytes(sizes) + 1024
 
 
@@ -86,12 +97,13 @@ class DownCut:
     warps: int
     stages: int
 
-    def pieces(self, sizes: Sizes) -> int:
-        """16-byte pieces of a lane in a stage: two of weights, and one of what they are multiplied by where that is one."""
-        return 3 if sizes.rows <= 8 else 2
+    def factors(self, sizes: Sizes) -> int:
+        """16-byte pieces that a lane has of what a stage's weights are multiplied by, beside the two of weights. None where
+        there are more than eight rows."""
+        return sizes.step // 32 if sizes.rows <= 8 else 0
 
     def shared_bytes(self, sizes: Sizes) -> int:
-        ring = self.warps * self.stages * self.pieces(sizes) * 512
+        ring = self.warps * self.stages * (sizes.stage_bytes + 512 * self.factors(sizes))
         return ring + 4 * self.warps * sizes.rows * 16 + 16 * sizes.most + 1024
 
 
@@ -108,14 +120,106 @@ class Between:
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Words of two elements. gate, up: [experts, inner * hidden / 2], down: [experts, hidden * inner / 2]; up is None where
-    gate has both one after the other. shared: gate and up [shared, hidden / 2], and down [hidden, shared / 2], or None."""
+class Matrix:
+    """A weight, or one for each expert, as words: [lines, columns / elements of a word], or [experts, all of a matrix]."""
 
-    gate: Any
-    up: Any
-    down: Any
-    shared: tuple[Any, Any, Any] | None
+    words: Any
+    columns: int
+    elements: int
+    scales: Scales | None = None
+
+    def piece(self, expert: Any, line: Any, word: Any) -> Any:
+        """uint64 address of a word of a line. expert: None where there is but one matrix."""
+        if expert is None:
+            return T.reinterpret("uint64", self.words.ptr_to([wide(line), wide(word)]))
+        place = wide(line) * (self.columns // self.elements) + wide(word)
+        return T.reinterpret("uint64", self.words.ptr_to([wide(expert), place]))
+
+    def scale(self, expert: Any, line: Any, column: Any) -> Any:
+        """uint64 address of the scale of a line from this column on."""
+        assert self.scales is not None
+        high, across = self.scales.storage.block
+        place = [T.floordiv(line, high) if high else 0, T.floordiv(column, across) if across else 0]
+        return T.reinterpret("uint64", self.scales.scales.ptr_to(place if expert is None else [expert, *place]))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """gate, up: [experts, inner, hidden], down: [experts, hidden, inner]; up is None where gate has both one after the other.
+    shared: gate and up [shared, hidden], and down [hidden, shared], or None."""
+
+    gate: Matrix
+    up: Matrix | None
+    down: Matrix
+    shared: tuple[Matrix, Matrix, Matrix] | None
+
+
+class Product:
+    """A lane's pieces of 16 weight rows times x: one step of a warp."""
+
+    def __init__(self, format: Format, lane: Any):
+        self.format, self.lane = format, lane
+        self.mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{format.kind}.{format.kind}.f32"
+
+    def decode(self, piece: Any, scales: Any) -> None:
+        """Take in eight words of weights, and two scales as words where there are any."""
+        self.halves = [[pair for i in range(4) for pair in self.format.decode(piece[half * 4 + i])] for half in range(2)]
+        self.scales = scales
+
+    def order(self, x: list[Any]) -> list[Any]:
+        """The words of x for a step, in the order that `multiply` takes them."""
+        each = len(x) // 4
+        return [word for i in range(4) for word in self.format.order(x[i * each : i * each + each])]
+
+    def multiply(self, sums: Any, block: int, x: list[Any]) -> None:
+        """Add the products with eight rows of x to the `block`th four sums."""
+        own = self.scales is not None
+        totals, first = (register("float32", 4, "step"), 0) if own else (sums, block * 4)
+        if own:
+            zeros(totals, 4)
+        c = [totals[first + i] for i in range(4)]
+        upper, lower = self.halves
+        for pair in range(0, len(upper), 2):
+            a = (upper[pair], lower[pair], upper[pair + 1], lower[pair + 1])
+            do(T.ptx[self.mma](*c, *a, x[pair], x[pair + 1], *c))
+        if own:
+            for i in range(4):
+                put(sums, sums[block * 4 + i] + totals[i] * T.cuda.uint_as_float(self.scales[i // 2]), block * 4 + i)
+
+
+class Ring:
+    """A warp's stages: a lane's own pieces of weights, of what they are multiplied by, and their scales."""
+
+    def __init__(self, pool: SMEMPool, sizes: Sizes, warps: int, stages: int, factors: int, at: Any):
+        self.at, self.pieces, self.scaled = at, 2 + factors, sizes.scaled
+        self.memory = pool.alloc((warps, stages, self.pieces, 32, 4), "uint32", align=128)
+        if self.scaled:
+            self.scale_memory = pool.alloc((warps, stages, 32, 2), "uint32", align=16)
+
+    def copy(self, slot: Any, addresses: Any, offset: int = 0, scale_offset: int = 0) -> None:
+        """Start copying both pieces of weights, and their scales. addresses: of two pieces, then of two scales."""
+        for half in range(2):
+            source = T.reinterpret("handle", addresses[half] + T.uint64(offset))
+            do(T.ptx[COPY](self.memory.ptr_to([self.at.warp, slot, half, self.at.lane, 0]), source, 16))
+        for half in range(2 if self.scaled else 0):
+            source = T.reinterpret("handle", addresses[2 + half] + T.uint64(scale_offset))
+            do(T.ptx[COPY_WORD](self.scale_memory.ptr_to([self.at.warp, slot, self.at.lane, half]), source, 4))
+
+    def copy_factor(self, slot: Any, index: int, source: Any, *size: Any) -> None:
+        """Start copying a piece of what weights are multiplied by; with a size, zeros follow so many bytes."""
+        do(T.ptx[COPY](self.memory.ptr_to([self.at.warp, slot, 2 + index, self.at.lane, 0]), source, 16, *size))
+
+    def read(self, slot: Any) -> tuple[Any, Any]:
+        """(words of all pieces, two scales or None)."""
+        piece, scales = register("uint32", 4 * self.pieces, "weights"), None
+        for part in range(self.pieces):
+            with T.vectorized(0, 4) as v:
+                T.buffer_store(piece, self.memory[self.at.warp, slot, part, self.at.lane, v], [part * 4 + v])
+        if self.scaled:
+            scales = register("uint32", 2, "scales")
+            with T.vectorized(0, 2) as v:
+                T.buffer_store(scales, self.scale_memory[self.at.warp, slot, self.at.lane, v], [v])
+        return piece, scales
 
 
 def below(row: Any) -> Any:
@@ -269,10 +373,12 @@ class Up:
     """One launch. x: [rows, hidden / 2] words, logits: [rows, experts] float32, gate: [rows, 1] float32 of the shared expert's
     gate before its sigmoid, or None."""
 
-    def __init__(self, env: Any, sizes: Sizes, cut: UpCut, kind: str, choosing: Choosing, weights: Weights, between: Between):
-        self.env, self.sizes, self.cut, self.kind = env, sizes, cut, kind
+    def __init__(
+        self, env: Any, sizes: Sizes, cut: UpCut, format: Format, choosing: Choosing, weights: Weights, between: Between
+    ):
+        self.env, self.sizes, self.cut, self.format = env, sizes, cut, format
         self.choosing, self.weights, self.between = choosing, weights, between
-        self.mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+        self.addresses = 4 if sizes.scaled else 2
         self.shared_tiles, self.expert_tiles = sizes.shared // 8, sizes.inner // 8
         self.tiles_ahead = max(1, cut.stages // cut.steps)
         self.blocks = min(env.processors, self.shared_tiles + sizes.most * self.expert_tiles)
@@ -283,7 +389,7 @@ class Up:
         with self.env.kernel(self.blocks, cut.warps, early=True) as at:
             self.at, self.thread = at, hold(at.warp * 32 + at.lane, "int32", "thread")
             pool = SMEMPool()
-            self.ring = pool.alloc((cut.warps, cut.stages, 2, 32, 4), "uint32", align=128)
+            self.ring, self.product = Ring(pool, sizes, cut.warps, cut.stages, 0, at), Product(self.format, at.lane)
             words = cut.scratch_words(sizes, self.choosing.words)
             memory = pool.alloc((words,), "uint32", align=16)
             self.groups = Groups(sizes, pool, cut.warps)
@@ -291,12 +397,13 @@ class Up:
             keys, scores = memory_views(memory, words)
             shape = (cut.buffers, cut.warps, sizes.rows * 16)
             self.shared = seen_as(memory, shape, "float32")
-            self.word = hold(at.warp * 16 + at.lane % 4 * 4, "int32", "word")
+            self.column = hold(at.warp * sizes.step + at.lane % 4 * (sizes.step // 4), "int32", "column")
+            self.word = hold(at.warp * STEP_WORDS + at.lane % 4 * 4, "int32", "word")
             self.tile, self.turn, self.ring_turn = (register("int32", name=name) for name in ("tile", "turn", "ring_turn"))
             put(self.tile, at.block)
             put(self.turn, T.int32(0))
             put(self.ring_turn, T.int32(0))
-            here, ahead = register("uint64", 2, "here"), register("uint64", 2, "ahead")
+            here, ahead = (register("uint64", self.addresses, name) for name in ("here", "ahead"))
             for number in range(self.tiles_ahead if self.shared_tiles else 0):
                 tile = self.tile[0] + number * self.blocks
                 with T.If(tile < self.shared_tiles), T.Then():
@@ -322,8 +429,8 @@ class Up:
                 self._find(hold(self.tile[0] + self.tiles_ahead * self.blocks, "int32", "far"), ahead)
                 self._tile(here, ahead)
                 if cut.steps > cut.stages:
-                    for half in range(2):
-                        put(here, ahead[half], half)
+                    for index in range(self.addresses):
+                        put(here, ahead[index], index)
                 put(self.tile, self.tile[0] + self.blocks)
 
     # -- weights -----------------------------------------------------------------------------------------------
@@ -338,8 +445,14 @@ class Up:
 
     def _find_shared(self, tile: Any, target: Any) -> None:
         row = hold(tile * 8 + T.floordiv(self.at.lane, 4), "int32")
-        for half, weight in enumerate(self.weights.shared[:2]):
-            put(target, T.reinterpret("uint64", weight.ptr_to([row, self.word])), half)
+        self._find_pair([(weight, row) for weight in self.weights.shared[:2]], None, target)  # type: ignore[index]
+
+    def _find_pair(self, pair: Any, expert: Any, target: Any) -> None:
+        """Addresses of (matrix, line) of both halves."""
+        for half, (matrix, line) in enumerate(pair):
+            put(target, matrix.piece(expert, line, self.word), half)
+            if self.sizes.scaled:
+                put(target, matrix.scale(expert, line, self.column), 2 + half)
 
     def _place_of(self, tile: Any) -> tuple[Any, Any]:
         """(place in the list, number among the expert's tiles) of a routed expert's tile."""
@@ -350,12 +463,8 @@ class Up:
         place, number = self._place_of(tile)
         expert = hold(self.groups.expert[place], "int32")
         row = hold(number * 8 + T.floordiv(self.at.lane, 4), "int32")
-        words = self.sizes.hidden // 2
-        gate, up = self.weights.gate, self.weights.up
-        pair = ((gate, row), (gate, row + self.sizes.inner)) if up is None else ((gate, row), (up, row))
-        for half, (weight, line) in enumerate(pair):
-            place = [wide(expert), wide(line) * words + wide(self.word)]
-            put(target, T.reinterpret("uint64", weight.ptr_to(place)), half)
+        gate, up, later = self.weights.gate, self.weights.up, row + self.sizes.inner
+        self._find_pair([(gate, row), (gate, later) if up is None else (up, row)], expert, target)
 
     def _fill(self, number: int, addresses: Any, late: Any = None) -> None:
         """Start all copies of the `number`th tile that the ring holds at first; `late`: where that holds, a group each stage.
@@ -372,10 +481,9 @@ class Up:
             do(T.ptx.cp.async_.commit_group())
 
     def _copy(self, slot: Any, addresses: Any, step: int) -> None:
-        offset = 2 * step * self.cut.warps * STEP
-        for half in range(2):
-            source = T.reinterpret("handle", addresses[half] + T.uint64(offset))
-            do(T.ptx[COPY](self.ring.ptr_to([self.at.warp, slot, half, self.at.lane, 0]), source, 16))
+        scales, columns = self.weights.gate.scales, step * self.cut.warps * self.sizes.step
+        across = scales.storage.block[1] if scales else 0
+        self.ring.copy(slot, addresses, 4 * step * self.cut.warps * STEP_WORDS, 4 * columns // across if across else 0)
 
     # -- a tile ------------------------------------------------------------------------------------------------
 
@@ -395,19 +503,16 @@ class Up:
         for step in range(cut.steps):
             slot = step % cut.stages if cut.stages <= cut.steps else hold(self.ring_turn[0] * cut.steps + step, "int32")
             do(T.ptx.cp.async_.wait_group(cut.stages - 1))
-            piece = register("uint32", 8, "weights")
-            for half in range(2):
-                with T.vectorized(0, 4) as v:
-                    T.buffer_store(piece, self.ring[self.at.warp, slot, half, self.at.lane, v], [half * 4 + v])
+            self.product.decode(*self.ring.read(slot))
             if cut.resident:
                 for block in range(sizes.row_blocks):
-                    self._multiply(sums, block, piece, [self.fragments[(block * cut.steps + step) * 4 + i] for i in range(4)])
+                    self.product.multiply(sums, block, self._fragment(block, step))
             else:
                 now, x = x, self._row_words(0, step + 1) if step + 1 < cut.steps else []
-                self._multiply(sums, 0, piece, now)
+                self.product.multiply(sums, 0, now)
                 for block in range(1, sizes.row_blocks):
                     with T.If(block * 8 < count), T.Then():
-                        self._multiply(sums, block, piece, self._row_words(block, step))
+                        self.product.multiply(sums, block, self._row_words(block, step))
             later = step + cut.stages
             if later < cut.steps:
                 self._copy(slot, here, later)
@@ -426,19 +531,29 @@ class Up:
         else:
             put(self.turn, T.bitwise_xor(self.turn[0], 1))
 
-    def _multiply(self, sums: Any, block: int, piece: Any, x: list[Any]) -> None:
-        c = [sums[block * 4 + i] for i in range(4)]
-        do(T.ptx[self.mma](*c, piece[0], piece[4], piece[1], piece[5], x[0], x[1], *c))
-        do(T.ptx[self.mma](*c, piece[2], piece[6], piece[3], piece[7], x[2], x[3], *c))
+    def _fragment(self, block: int, step: int) -> list[Any]:
+        each = self.sizes.step // 8
+        return [self.fragments[(block * self.cut.steps + step) * each + i] for i in range(each)]
 
     def _load_x(self) -> None:
+        """All of the lane's columns of x, in registers for good."""
         cut, sizes = self.cut, self.sizes
-        self.fragments = register("uint32", sizes.row_blocks * cut.steps * 4, "x")
+        self.fragments = register("uint32", sizes.row_blocks * cut.steps * sizes.step // 8, "x")
         for block in range(sizes.row_blocks):
             row = T.min(block * 8 + T.floordiv(self.at.lane, 4), T.int32(sizes.rows - 1))
             for step in range(cut.steps):
-                words = [self.fragments[(block * cut.steps + step) * 4 + i] for i in range(4)]
-                do(T.ptx["ld.global.v4.b32"](*words, self.x.ptr_to([row, self.word + step * cut.warps * 16])))
+                self._load_words(self._fragment(block, step), row, step)
+        if sizes.step > 32:
+            for block in range(sizes.row_blocks):
+                for step in range(cut.steps):
+                    each = sizes.step // 8
+                    for i, word in enumerate(self.product.order(self._fragment(block, step))):
+                        put(self.fragments, word, (block * cut.steps + step) * each + i)
+
+    def _load_words(self, targets: list[Any], row: Any, step: int) -> None:
+        word = T.floordiv(self.column, 2) + step * self.cut.warps * (self.sizes.step // 2)
+        for first in range(0, len(targets), 4):
+            do(T.ptx["ld.global.v4.b32"](*targets[first : first + 4], self.x.ptr_to([row, word + first])))
 
     def _find_rows(self, first: Any, count: Any) -> None:
         """Which rows of x the lane has in each block of eight that the expert has."""
@@ -448,13 +563,10 @@ class Up:
             put(self.rows, self.groups.row[first + rank], block)
 
     def _row_words(self, block: int, step: int) -> list[Any]:
-        words = register("uint32", 4, "x")
-        do(
-            T.ptx["ld.global.v4.b32"](
-                *(words[i] for i in range(4)), self.x.ptr_to([self.rows[block], self.word + step * self.cut.warps * 16])
-            )
-        )
-        return [words[i] for i in range(4)]
+        words = register("uint32", self.sizes.step // 8, "x")
+        targets = [words[i] for i in range(self.sizes.step // 8)]
+        self._load_words(targets, self.rows[block], step)
+        return self.product.order(targets)
 
     def _share(self, sums: Any, count: Any) -> None:
         """Leave the warp's sums as [row or rank][gate or up]."""
@@ -486,7 +598,8 @@ class Up:
                     put(total, T.float32(0))
                     for warp in range(cut.warps):
                         put(total, total[0] + self.shared[self.turn[0], warp, item * 16 + matrix * 8 + column])
-                value = hold(silu(totals[0][0]) * totals[1][0])
+                gate, up = (total[0] if self.format.factor == 1 else total[0] * self.format.factor for total in totals)
+                value = hold(silu(hold(gate)) * up)
                 if self.shared_tiles:
                     with T.If(self.of_shared), T.Then():
                         scaled = value
@@ -501,12 +614,11 @@ class Up:
 class Down:
     """One launch. finish(row, column, [sum]) stores the results of one element."""
 
-    def __init__(self, env: Any, sizes: Sizes, cut: DownCut, kind: str, weights: Weights, between: Between):
-        self.env, self.sizes, self.cut, self.weights, self.between = env, sizes, cut, weights, between
-        self.mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+    def __init__(self, env: Any, sizes: Sizes, cut: DownCut, format: Format, weights: Weights, between: Between):
+        self.env, self.sizes, self.cut, self.format, self.weights, self.between = env, sizes, cut, format, weights, between
         self.tiles = sizes.hidden // 16
-        self.shared_units, self.expert_units = sizes.shared // STEP, sizes.inner // STEP
-        self.pieces = cut.pieces(sizes)
+        self.shared_units, self.expert_units = sizes.shared // sizes.step, sizes.inner // sizes.step
+        self.factors = cut.factors(sizes)
         self.blocks = min(env.processors, self.tiles)
 
     def emit(self, finish: Callable[[Any, Any, list[Any]], None]) -> None:
@@ -514,7 +626,8 @@ class Down:
         with self.env.kernel(self.blocks, cut.warps, early=True) as at:
             self.at, self.thread = at, hold(at.warp * 32 + at.lane, "int32", "thread")
             pool = SMEMPool()
-            self.ring = pool.alloc((cut.warps, cut.stages, self.pieces, 32, 4), "uint32", align=128)
+            self.ring = Ring(pool, sizes, cut.warps, cut.stages, self.factors, at)
+            self.product = Product(self.format, at.lane)
             self.shared = pool.alloc((cut.warps, sizes.rows * 16), "float32", align=16)
             self.listed = pool.alloc((sizes.most, 4), "int32", align=16)
             pool.commit()
@@ -522,12 +635,12 @@ class Down:
             self.tile, self.unit, self.ahead_tile, self.ahead_unit, self.slot = (register("int32", name=name) for name in names)
             put(self.tile, at.block)
             put(self.slot, T.int32(0))
-            addresses = register("uint64", 2, "source")
+            addresses = register("uint64", 4 if sizes.scaled else 2, "source")
             for stage in range(cut.stages if self.shared_units else 0):
                 unit = hold(at.warp + stage * cut.warps, "int32")
                 with T.If(unit < self.shared_units), T.Then():
-                    self._find_shared(self.tile[0], unit, addresses)
-                    self._copy_weights(stage, addresses)
+                    self._find(None, self.tile[0], unit, addresses)
+                    self.ring.copy(stage, addresses)
             self.env.wait()
             self._fetch_list()
             put(self.ahead_tile, T.Select(at.warp < self.units, at.block, T.int32(self.tiles)))
@@ -567,11 +680,19 @@ class Down:
             put(self.ahead_unit, self.at.warp)
             put(self.ahead_tile, self.ahead_tile[0] + self.blocks)
 
-    def _find_shared(self, tile: Any, unit: Any, target: Any) -> None:
+    def _find(self, expert: Any, tile: Any, step: Any, target: Any) -> None:
+        """Addresses of the lane's pieces of an expert's step, and of their scales; of the shared expert's without one."""
+        assert self.weights.shared or expert is not None
+        matrix = self.weights.down if expert is not None else self.weights.shared[2]  # type: ignore[index]
         for half in range(2):
-            row = tile * 16 + half * 8 + T.floordiv(self.at.lane, 4)
-            place = [row, unit * 16 + self.at.lane % 4 * 4]
-            put(target, T.reinterpret("uint64", self.weights.shared[2].ptr_to(place)), half)
+            line = tile * 16 + half * 8 + T.floordiv(self.at.lane, 4)
+            put(target, matrix.piece(expert, line, step * STEP_WORDS + self.at.lane % 4 * 4), half)
+            if self.sizes.scaled:
+                put(target, matrix.scale(expert, line, step * self.sizes.step), 2 + half)
+
+    def _word(self, step: Any) -> Any:
+        """Where the lane's columns of a step begin in a row of words of two elements."""
+        return step * (self.sizes.step // 2) + self.at.lane % 4 * (self.sizes.step // 8)
 
     def _place_of(self, unit: Any) -> tuple[Any, Any]:
         """(place in the list, step of the expert's columns) of a routed expert's unit."""
@@ -586,39 +707,29 @@ class Down:
                 self._start_shared(slot, unit, addresses, early)
         with T.If(unit >= self.shared_units), T.Then():
             place, step = self._place_of(unit)
-            expert = hold(self.listed[place, 0], "int32")
-            words, column = self.sizes.inner // 2, step * 16 + self.at.lane % 4 * 4
-            for half in range(2):
-                row = self.ahead_tile[0] * 16 + half * 8 + T.floordiv(self.at.lane, 4)
-                weight = self.weights.down.ptr_to([wide(expert), wide(row) * words + wide(column)])
-                put(addresses, T.reinterpret("uint64", weight), half)
-            self._copy_weights(slot, addresses)
-            if self.pieces == 3:
+            self._find(hold(self.listed[place, 0], "int32"), self.ahead_tile[0], step, addresses)
+            self.ring.copy(slot, addresses)
+            if self.factors:
                 rank, bit = rank_in([T.reinterpret("uint32", self.listed[place, 2])], hold(T.floordiv(self.at.lane, 4), "int32"))
                 pair = hold(T.min(self.listed[place, 1] + rank, T.int32(self.sizes.pairs - 1)), "int32")
                 size = hold(bit * T.uint32(16), "uint32")  # nothing is read for other rows: zeros
-                target = self.ring.ptr_to([self.at.warp, slot, 2, self.at.lane, 0])
-                do(T.ptx[COPY](target, self.between.made.ptr_to([pair, column]), 16, size))
+                for index in range(self.factors):
+                    source = self.between.made.ptr_to([pair, self._word(step) + index * 4])
+                    self.ring.copy_factor(slot, index, source, size)
 
     def _start_shared(self, slot: Any, unit: Any, addresses: Any, early: Any) -> None:
         def weights():
-            self._find_shared(self.ahead_tile[0], unit, addresses)
-            self._copy_weights(slot, addresses)
+            self._find(None, self.ahead_tile[0], unit, addresses)
+            self.ring.copy(slot, addresses)
 
         if early is None:
             weights()
         else:
             with T.If(T.Not(early)), T.Then():
                 weights()
-        if self.pieces == 3:
-            row = hold(T.min(T.floordiv(self.at.lane, 4), T.int32(self.sizes.rows - 1)), "int32")
-            source = self.between.shared.ptr_to([row, unit * 16 + self.at.lane % 4 * 4])
-            do(T.ptx[COPY](self.ring.ptr_to([self.at.warp, slot, 2, self.at.lane, 0]), source, 16))
-
-    def _copy_weights(self, slot: Any, addresses: Any) -> None:
-        for half in range(2):
-            source = T.reinterpret("handle", addresses[half])
-            do(T.ptx[COPY](self.ring.ptr_to([self.at.warp, slot, half, self.at.lane, 0]), source, 16))
+        row = hold(T.min(T.floordiv(self.at.lane, 4), T.int32(self.sizes.rows - 1)), "int32")
+        for index in range(self.factors):
+            self.ring.copy_factor(slot, index, self.between.shared.ptr_to([row, self._word(unit) + index * 4]))
 
     # -- a tile ------------------------------------------------------------------------------------------------
 
@@ -630,14 +741,12 @@ class Down:
         put(self.unit, at.warp)
         with T.While(self.unit[0] < self.units):
             do(T.ptx.cp.async_.wait_group(cut.stages - 1))
-            piece = register("uint32", self.pieces * 4, "weights")
-            for part in range(self.pieces):
-                with T.vectorized(0, 4) as v:
-                    T.buffer_store(piece, self.ring[at.warp, self.slot[0], part, at.lane, v], [part * 4 + v])
-            if self.pieces == 3:
-                self._multiply(sums, 0, piece, [piece[8 + i] for i in range(4)])
+            piece, scales = self.ring.read(self.slot[0])
+            self.product.decode(piece, scales)
+            if self.factors:
+                self.product.multiply(sums, 0, self.product.order([piece[8 + i] for i in range(self.factors * 4)]))
             else:
-                self._multiply_rows(sums, piece)
+                self._multiply_rows(sums)
             with T.If(self.ahead_tile[0] < self.tiles), T.Then():
                 self._start(self.slot[0], addresses)
             do(T.ptx.cp.async_.commit_group())
@@ -646,12 +755,7 @@ class Down:
             put(self.unit, self.unit[0] + cut.warps)
         self._share(sums)
 
-    def _multiply(self, sums: Any, block: int, piece: Any, x: list[Any]) -> None:
-        c = [sums[block * 4 + i] for i in range(4)]
-        do(T.ptx[self.mma](*c, piece[0], piece[4], piece[1], piece[5], x[0], x[1], *c))
-        do(T.ptx[self.mma](*c, piece[2], piece[6], piece[3], piece[7], x[2], x[3], *c))
-
-    def _multiply_rows(self, sums: Any, piece: Any) -> None:
+    def _multiply_rows(self, sums: Any) -> None:
         """More than eight rows: of every eight, if the expert has one of them."""
         sizes, lane = self.sizes, self.at.lane
         base, stride = register("uint64", name="base"), register("uint64", name="stride")
@@ -660,28 +764,30 @@ class Down:
             with T.If(self.unit[0] < self.shared_units), T.Then():
                 for word in words:
                     put(word, T.uint32(ALL))
-                put(base, T.reinterpret("uint64", self.between.shared.ptr_to([0, self.unit[0] * 16 + lane % 4 * 4])))
+                put(base, T.reinterpret("uint64", self.between.shared.ptr_to([0, self._word(self.unit[0])])))
                 put(stride, T.uint64(sizes.shared * 2))
         with T.If(self.unit[0] >= self.shared_units), T.Then():
             place, step = self._place_of(self.unit[0])
             for index, word in enumerate(words):
                 put(word, T.reinterpret("uint32", self.listed[place, 2 + index]))
-            start = [self.listed[place, 1], step * 16 + lane % 4 * 4]
-            put(base, T.reinterpret("uint64", self.between.made.ptr_to(start)))
+            put(base, T.reinterpret("uint64", self.between.made.ptr_to([self.listed[place, 1], self._word(step)])))
             put(stride, T.uint64(sizes.inner * 2))
         for block in range(sizes.row_blocks):
             rows = T.bitwise_and(T.shift_right(words[block // 4][0], T.uint32(block % 4 * 8)), T.uint32(255))
             with T.If(rows > T.uint32(0)), T.Then():
                 row = hold(block * 8 + T.floordiv(lane, 4), "int32")
                 rank, bit = rank_in([word[0] for word in words], row)
-                x = register("uint32", 4, "x")
-                for index in range(4):
+                x = register("uint32", sizes.step // 8, "x")
+                words_of_x = [x[index] for index in range(sizes.step // 8)]
+                for index in range(sizes.step // 8):
                     put(x, T.uint32(0), index)
                 with T.If(T.And(bit > T.uint32(0), row < sizes.rows)), T.Then():
-                    source = T.reinterpret("handle", base[0] + T.Cast("uint64", rank) * stride[0])
-                    do(T.ptx["ld.global.v4.b32"](*(x[i] for i in range(4)), source))
+                    place = base[0] + T.Cast("uint64", rank) * stride[0]
+                    for first in range(0, len(words_of_x), 4):
+                        source = T.reinterpret("handle", place + T.uint64(4 * first))
+                        do(T.ptx["ld.global.v4.b32"](*words_of_x[first : first + 4], source))
                 do(T.cuda.warp_sync())
-                self._multiply(sums, block, piece, [x[i] for i in range(4)])
+                self.product.multiply(sums, block, self.product.order(words_of_x))
 
     def _share(self, sums: Any) -> None:
         for block in range(self.sizes.row_blocks):
@@ -701,4 +807,4 @@ class Down:
                 for warp in range(self.cut.warps):
                     put(total, total[0] + self.shared[warp, element])
                 row, column = hold(T.floordiv(element, 16), "int32"), hold(self.tile[0] * 16 + element % 16, "int32")
-                finish(row, column, [total[0]])
+                finish(row, column, [total[0] if self.format.factor == 1 else total[0] * self.format.factor])

@@ -11,7 +11,8 @@ from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, refuse_packed, within
 from .architectures import architecture_of
 from .epilogue import Epilogue, refuse_ops
-from .experts import STEP, Between, Down, DownCut, Sizes, Up, UpCut, Weights
+from .experts import STEP_WORDS, Between, Down, DownCut, Matrix, Sizes, Up, UpCut, Weights
+from .formats import Format, scales_of
 from .plain import Projection, emit_plain
 from .plain_experts import emit_plain_experts
 from .route import choosing_of, emit_route
@@ -38,10 +39,14 @@ class Mixture:
         return self.experts.inputs[0]
 
     @property
-    def weights(self) -> tuple[str, ...]:
-        """Names of all that are multiplied."""
-        names = [self.route.inputs[1], *self.experts.inputs[3:]]
-        return (*names, *(node.inputs[1] for node in (*(self.shared or ()), *([self.vector] if self.vector else []))))
+    def chosen(self) -> tuple[str, ...]:
+        """Names of the experts' weights, of the shared one's too."""
+        return (*self.experts.inputs[3:], *(node.inputs[1] for node in self.shared or ()))
+
+    @property
+    def choosing(self) -> tuple[str, ...]:
+        """Names of what x is multiplied by beside them."""
+        return (self.route.inputs[1], *([self.vector.inputs[1]] if self.vector else []))
 
 
 def mixture_of(group: Group) -> Mixture | str:
@@ -102,7 +107,15 @@ def sizes_of(plan: Plan, mixture: Mixture) -> Sizes:
     types = plan.circuit.types
     experts, hidden, inner = (int(dim) for dim in types[mixture.experts.inputs[3]].shape)  # type: ignore[union-attr]
     shared = int(types[mixture.shared[0].inputs[1]].shape[0]) if mixture.shared else 0  # type: ignore[union-attr]
-    return Sizes(plan.rows, hidden, inner, shared, experts, int(mixture.route.attr["top"]))
+    format = format_of(plan, mixture)
+    step, top = STEP_WORDS * format.columns, int(mixture.route.attr["top"])
+    return Sizes(plan.rows, hidden, inner, shared, experts, top, step, scaled=format.storage is not None)
+
+
+def format_of(plan: Plan, mixture: Mixture) -> Format:
+    """How tensor cores get the experts' weights, which are all of one storage."""
+    dtype = plan.circuit.types[mixture.x].dtype  # type: ignore[union-attr]
+    return Format(dtype, plan.circuit.storage.get(mixture.chosen[0]), architecture_of(plan).multiply)
 
 
 @dataclass(frozen=True)
@@ -117,12 +130,9 @@ class MixtureParams:
 
     def up(self, plan: Plan, sizes: Sizes, words: int) -> UpCut | str:
         """words: of a warp's memory while it chooses."""
-        fitting = [warps for warps in range(self.warps, 0, -1) if sizes.hidden % (warps * STEP) == 0]
-        if not fitting:
-            return f"{sizes.hidden} columns are no whole number of steps of {STEP}"
-        warps = fitting[0]
-        steps = sizes.hidden // (warps * STEP)
-        resident = sizes.row_blocks * steps * 4 <= self.registers
+        warps = next(warps for warps in range(self.warps, 0, -1) if sizes.hidden % (warps * sizes.step) == 0)
+        steps = sizes.hidden // (warps * sizes.step)
+        resident = sizes.row_blocks * steps * sizes.step // 8 <= self.registers
         rings = [stages for stages in range(2, self.stages + 4) if stages % steps == 0 or steps % stages == 0]
         rings = sorted(rings or [1], key=lambda stages: (abs(stages - self.stages), stages))
         cuts = [UpCut(warps, steps, stages, resident, buffers) for buffers in (2, 1) for stages in rings]
@@ -144,26 +154,49 @@ def refuse_mixture(plan: Plan, group: Group, params: MixtureParams) -> str | Non
     mixture = mixture_of(group)
     if isinstance(mixture, str):
         return mixture
-    types, sizes = plan.circuit.types, sizes_of(plan, mixture)
-    dtypes = {types[name].dtype for name in (mixture.x, *mixture.weights)}  # type: ignore[union-attr]
-    if len(dtypes) > 1 or "f32" in dtypes:
-        return f"needs bf16 or f16 activations and weights of that dtype, got {', '.join(sorted(dtypes))}"
+    if reason := refuse_weights(plan, group, mixture):
+        return reason
+    sizes = sizes_of(plan, mixture)
     if sizes.rows > 64:
         return f"at most 64 rows, got {sizes.rows}"
     if sizes.top > 32 or sizes.experts > 1024:
         return f"at most 32 of 1024 experts, got {sizes.top} of {sizes.experts}"
     for columns in (sizes.hidden, sizes.inner, sizes.shared):
-        if columns % STEP:
-            return f"{columns} columns are no whole number of steps of {STEP}"
+        if columns % sizes.step:
+            return f"{columns} columns are no whole number of steps of {sizes.step}"
     if mixture.vector is not None and len(mixture.vector.inputs) > 2:
         return "the gate of the shared expert has a bias"
     inside = {value.name for node in group.anchors for value in node.outputs} - {mixture.joined.name}
     if inside & set(plan.crossing(group)):
         return f"somebody else reads {', '.join(sorted(inside & set(plan.crossing(group))))}"
-    for cut in (params.up(plan, sizes, choosing_of(mixture.route, sizes.experts, None).words), params.down(plan, sizes)):
+    up = params.up(plan, sizes, choosing_of(mixture.route, sizes.experts, None).words)
+    for cut in (up, params.down(plan, sizes)):
         if isinstance(cut, str):
             return cut
+    storage = format_of(plan, mixture).storage
+    if storage and isinstance(up, UpCut) and storage.block[1] and up.warps * sizes.step % storage.block[1]:
+        return f"scales of {storage} do not divide {up.warps} steps of {sizes.step} columns"
     return refuse_prologue(plan, group) or refuse_ops(group)
+
+
+def refuse_weights(plan: Plan, group: Group, mixture: Mixture) -> str | None:
+    """Why tensor cores cannot multiply these weights, or None."""
+    types, storage = plan.circuit.types, plan.circuit.storage
+    if reason := refuse_packed(plan, group, ("fp8", "int8")):
+        return reason
+    found = {storage.get(name) for name in mixture.chosen}
+    odd = [name for name in group.inputs if name in storage and name not in mixture.chosen]
+    if odd or len(found) > 1:
+        kinds = sorted(str(kind) for kind in found)
+        return f"reads experts of one storage, shared ones too, and all else unpacked, got {', '.join(odd or kinds)}"
+    names = [name for name in (mixture.x, *mixture.choosing, *mixture.chosen) if name not in storage]
+    dtypes = {types[name].dtype for name in names}  # type: ignore[union-attr]
+    if len(dtypes) > 1 or "f32" in dtypes:
+        return f"needs bf16 or f16 activations and weights of that dtype, got {', '.join(sorted(dtypes))}"
+    (kind,) = found
+    if kind is not None and (kind.whole or kind.block[1] % (STEP_WORDS * 4)):
+        return f"scales of {kind} change within a step of {STEP_WORDS * 4} columns, or are of two kinds"
+    return None
 
 
 def router_cut(plan: Plan, params: MixtureParams, hidden: int) -> Geometry | None:
@@ -222,12 +255,13 @@ class MixtureStream(Kernel):
         plan, mixture = env.plan, mixture_of(group)
         assert isinstance(mixture, Mixture)
         sizes = sizes_of(plan, mixture)
-        x, kind = env.words(mixture.x), plan.circuit.types[mixture.x].dtype
+        x, format = env.words(mixture.x), format_of(plan, mixture)
         gate = env.scratch("shared_gate") if mixture.vector else None
         logits = env.scratch("logits")
         _emit_router(env, group, params, mixture, logits, gate)
-        down, *rest = (env.words(name) for name in mixture.experts.inputs[3:])
-        shared = tuple(env.words(node.inputs[1]) for node in mixture.shared) if mixture.shared else None
+        down, *rest = (_matrix(env, name, format) for name in mixture.experts.inputs[3:])
+        gate_up_down = [_matrix(env, node.inputs[1], format) for node in mixture.shared or ()]
+        shared = (gate_up_down[0], gate_up_down[1], gate_up_down[2]) if gate_up_down else None
         weights = Weights(rest[0], rest[1] if len(rest) > 1 else None, down, shared)
         own = [f"{Scratch.OWN}{name}" for name in ("made", "shared_made")]
         between = Between(
@@ -240,10 +274,17 @@ class MixtureStream(Kernel):
         correction = env.buffer(mixture.route.inputs[2]) if len(mixture.route.inputs) > 2 else None
         choosing = choosing_of(mixture.route, sizes.experts, correction)
         up_cut, down_cut = params.up(plan, sizes, choosing.words), params.down(plan, sizes)
+        assert isinstance(up_cut, UpCut)
+        assert isinstance(down_cut, DownCut)
         after = [node for node in group.epilogue if node is not mixture.joined]
         finish = Epilogue(env, group, [mixture.joined], after)
-        Up(env, sizes, up_cut, kind, choosing, weights, between).emit(x, logits, gate)
-        Down(env, sizes, down_cut, kind, weights, between).emit(finish)
+        Up(env, sizes, up_cut, format, choosing, weights, between).emit(x, logits, gate)
+        Down(env, sizes, down_cut, format, weights, between).emit(finish)
+
+
+def _matrix(env: Any, name: str, format: Format) -> Matrix:
+    columns = int(env.plan.circuit.types[name].shape[-1])
+    return Matrix(env.words(name), columns, format.columns, scales_of(env, name))
 
 
 def _emit_router(env: Any, group: Group, params: MixtureParams, mixture: Mixture, logits: Any, gate: Any) -> None:
@@ -283,6 +324,8 @@ class MixturePlain(Kernel):
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
         known = {"route", "experts", "linear", "scale_rows", *ELEMENTWISE}
         foreign = sorted({node.op for node in (*group.anchors, *group.epilogue)} - known)
+        if reason := refuse_packed(plan, group):
+            return reason
         if foreign:
             return f"no form of {', '.join(foreign)} among experts"
         if any(node.op == "route" and node.attr["top"] > 32 for node in group.anchors):
