@@ -128,7 +128,7 @@ def state_storage(program: str | Path, storage: Mapping[str, str], file: Path, *
 
     Args:
         storage: what programs say of it (`Storage.parse`), by patterns of names (`fnmatch`), of which the first that fits a
-            matrix of a product counts; empty: as it is.
+            matrix of a product or of experts counts; empty: as it is.
         options: of `bind`.
     """
     from ..checkpoint import bind
@@ -138,7 +138,8 @@ def state_storage(program: str | Path, storage: Mapping[str, str], file: Path, *
     if not storage:
         return program
     circuit = bind(program, **options).circuit
-    names = dict.fromkeys(node.inputs[1] for node in circuit.nodes if node.op == "linear")
+    first = {"linear": slice(1, 2), "experts": slice(3, None)}
+    names = dict.fromkeys(name for node in circuit.nodes if node.op in first for name in node.inputs[first[node.op]])
     found = {name: next((text for pattern, text in storage.items() if fnmatch(name, pattern)), "") for name in names}
     stated = circuit.with_storage({name: Storage.parse(text) for name, text in found.items() if text})
     file.write_text(format_circuit(stated))

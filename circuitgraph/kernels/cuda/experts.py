@@ -99,8 +99,8 @@ class DownCut:
 
     def factors(self, sizes: Sizes) -> int:
         """16-byte pieces that a lane has of what a stage's weights are multiplied by, beside the two of weights. None where
-        there are more than eight rows."""
-        return sizes.step // 32 if sizes.rows <= 8 else 0
+        there are more than 16 rows."""
+        return sizes.row_blocks * sizes.step // 32 if sizes.rows <= 16 else 0
 
     def shared_bytes(self, sizes: Sizes) -> int:
         ring = self.warps * self.stages * (sizes.stage_bytes + 512 * self.factors(sizes))
@@ -275,7 +275,7 @@ class Groups:
                 for first in range(0, sizes.banks, 32):
                     word = register("uint32", name="chosen")
                     put(word, T.uint32(0))
-                    with T.serial(0, sizes.top) as place:
+                    with T.unroll(0, sizes.top) as place:
                         other = hold(self.pair_expert[row * sizes.top + place], "int32")
                         bit = T.shift_left(T.uint32(1), T.Cast("uint32", T.bitwise_and(other, T.int32(31))))
                         mine = T.EQ(T.shift_right(other, T.int32(5)), at.lane + first)
@@ -298,7 +298,7 @@ class Groups:
                 put(word, T.uint32(0))
             with T.If(bank < sizes.banks), T.Then():
                 for index, word in enumerate(masks[chunk]):
-                    with T.serial(0, min(32, sizes.rows - index * 32)) as row:
+                    with T.unroll(0, min(32, sizes.rows - index * 32)) as row:
                         bits = hold(self.bits[(row + index * 32) * sizes.banks + bank], "uint32")
                         bit = T.bitwise_and(T.shift_right(bits, T.Cast("uint32", at.lane)), T.uint32(1))
                         put(word, T.bitwise_or(word[0], T.shift_left(bit, T.Cast("uint32", row))))
@@ -320,7 +320,7 @@ class Groups:
         do(T.cuda.cta_sync())
         self.total = register("int32", name="chosen_experts")
         put(self.total, T.int32(0))
-        with T.serial(0, sizes.banks) as other:
+        for other in range(sizes.banks):
             put(self.total, self.total[0] + self.bank_experts[other])
         for chunk in range(chunks):
             bank = hold(chunk * self.warps + at.warp, "int32", "bank")
@@ -328,9 +328,9 @@ class Groups:
                 place, first = register("int32", name="place"), register("int32", name="first")
                 put(place, experts_before[chunk][0])
                 put(first, pairs_before[chunk][0])
-                with T.serial(0, bank) as other:
-                    put(place, place[0] + self.bank_experts[other])
-                    put(first, first[0] + self.bank_pairs[other])
+                for other in range(sizes.banks - 1):
+                    put(place, place[0] + T.Select(bank > other, self.bank_experts[other], T.int32(0)))
+                    put(first, first[0] + T.Select(bank > other, self.bank_pairs[other], T.int32(0)))
                 expert, pairs = hold(bank * 32 + at.lane, "int32"), register("int32", name="pairs")
                 put(pairs, T.int32(0))
                 for index, word in enumerate(masks[chunk]):
@@ -709,13 +709,12 @@ class Down:
             place, step = self._place_of(unit)
             self._find(hold(self.listed[place, 0], "int32"), self.ahead_tile[0], step, addresses)
             self.ring.copy(slot, addresses)
-            if self.factors:
-                rank, bit = rank_in([T.reinterpret("uint32", self.listed[place, 2])], hold(T.floordiv(self.at.lane, 4), "int32"))
+            for block in range(self.sizes.row_blocks if self.factors else 0):
+                row = hold(block * 8 + T.floordiv(self.at.lane, 4), "int32")
+                rank, bit = rank_in([T.reinterpret("uint32", self.listed[place, 2])], row)
                 pair = hold(T.min(self.listed[place, 1] + rank, T.int32(self.sizes.pairs - 1)), "int32")
                 size = hold(bit * T.uint32(16), "uint32")  # nothing is read for other rows: zeros
-                for index in range(self.factors):
-                    source = self.between.made.ptr_to([pair, self._word(step) + index * 4])
-                    self.ring.copy_factor(slot, index, source, size)
+                self._start_factors(slot, block, self.between.made, pair, step, size)
 
     def _start_shared(self, slot: Any, unit: Any, addresses: Any, early: Any) -> None:
         def weights():
@@ -727,9 +726,14 @@ class Down:
         else:
             with T.If(T.Not(early)), T.Then():
                 weights()
-        row = hold(T.min(T.floordiv(self.at.lane, 4), T.int32(self.sizes.rows - 1)), "int32")
-        for index in range(self.factors):
-            self.ring.copy_factor(slot, index, self.between.shared.ptr_to([row, self._word(unit) + index * 4]))
+        for block in range(self.sizes.row_blocks if self.factors else 0):
+            row = hold(T.min(block * 8 + T.floordiv(self.at.lane, 4), T.int32(self.sizes.rows - 1)), "int32")
+            self._start_factors(slot, block, self.between.shared, row, unit)
+
+    def _start_factors(self, slot: Any, block: int, source: Any, row: Any, step: Any, *size: Any) -> None:
+        each = self.sizes.step // 32
+        for index in range(each):
+            self.ring.copy_factor(slot, block * each + index, source.ptr_to([row, self._word(step) + index * 4]), *size)
 
     # -- a tile ------------------------------------------------------------------------------------------------
 
@@ -744,7 +748,10 @@ class Down:
             piece, scales = self.ring.read(self.slot[0])
             self.product.decode(piece, scales)
             if self.factors:
-                self.product.multiply(sums, 0, self.product.order([piece[8 + i] for i in range(self.factors * 4)]))
+                each = sizes.step // 8
+                for block in range(sizes.row_blocks):
+                    words = [piece[8 + block * each + i] for i in range(each)]
+                    self.product.multiply(sums, block, self.product.order(words))
             else:
                 self._multiply_rows(sums)
             with T.If(self.ahead_tile[0] < self.tiles), T.Then():

@@ -15,7 +15,7 @@ from .experts import STEP_WORDS, Between, Down, DownCut, Matrix, Sizes, Up, UpCu
 from .formats import Format, scales_of
 from .plain import Projection, emit_plain
 from .plain_experts import emit_plain_experts
-from .route import choosing_of, emit_route
+from .route import choosing_of, emit_route, refuse_route
 from .row_program import ELEMENTWISE, emit_rows
 from .shared import PROLOGUE_WARPS, emit_prologue, prologue_scratch, refuse_prologue
 from .stream import Geometry, Stream, geometry
@@ -159,8 +159,8 @@ def refuse_mixture(plan: Plan, group: Group, params: MixtureParams) -> str | Non
     sizes = sizes_of(plan, mixture)
     if sizes.rows > 64:
         return f"at most 64 rows, got {sizes.rows}"
-    if sizes.top > 32 or sizes.experts > 1024:
-        return f"at most 32 of 1024 experts, got {sizes.top} of {sizes.experts}"
+    if reason := refuse_route(mixture.route, sizes.experts):
+        return reason
     for columns in (sizes.hidden, sizes.inner, sizes.shared):
         if columns % sizes.step:
             return f"{columns} columns are no whole number of steps of {sizes.step}"
@@ -328,9 +328,10 @@ class MixturePlain(Kernel):
             return reason
         if foreign:
             return f"no form of {', '.join(foreign)} among experts"
-        if any(node.op == "route" and node.attr["top"] > 32 for node in group.anchors):
-            return "at most 32 experts a row"
-        return refuse_prologue(plan, group)
+        types = plan.circuit.types
+        routes = [(node, int(types[node.inputs[1]].shape[0])) for node in group.anchors if node.op == "route"]  # type: ignore[union-attr]
+        reasons = [reason for node, experts in routes if (reason := refuse_route(node, experts))]
+        return reasons[0] if reasons else refuse_prologue(plan, group)
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
