@@ -83,6 +83,23 @@ SHAPES = {
         ),
         # Small enough to compile and run anywhere: for trying the command.
         _dense("tiny", 128, 4, 2, 256, 32, 512, widths=(1, 2), context_rows=(16,)),
+        # The MTP layers of Qwen3-Next-80B-A3B and of GLM-4.5-Air: 3.2 and 4.4 GB of experts, of which a few are read.
+        Shape(
+            "qwen3-next-80b",
+            "mtp_moe",
+            "qwen3_next_mtp",
+            {"num_experts": 512, "vocab_size": 151936},
+            widths=(1, 2, 4, 8),
+            entries=("draft", "context"),
+        ),
+        Shape(
+            "glm-4.5-air",
+            "mtp_moe",
+            "glm4_moe_mtp",
+            {"n_routed_experts": 128, "vocab_size": 151552},
+            widths=(1, 2, 4, 8),
+            entries=("draft", "context"),
+        ),
         # EAGLE-3 of Llama-3.1-8B.
         Shape(
             "eagle3-8b",
