@@ -40,13 +40,17 @@ class Sizes:
     top: int
     step: int = 32
     """Columns of one step of a warp: of `STEP_WORDS` words."""
-    scaled: bool = False
-    """Are there scales, which go through the rings too?"""
+    scale_lines: int = 0
+    """Different scales of eight weight rows in a step, which go through the rings too: 8, or 1 where those share theirs."""
+
+    @property
+    def scaled(self) -> bool:
+        return self.scale_lines > 0
 
     @property
     def stage_bytes(self) -> int:
         """Of a warp's stage: weights and their scales."""
-        return 1024 + 256 * self.scaled
+        return 1024 + 8 * self.scale_lines
 
     @property
     def pairs(self) -> int:
@@ -161,49 +165,87 @@ class Product:
         self.format, self.lane = format, lane
         self.mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{format.kind}.{format.kind}.f32"
 
-    def decode(self, piece: Any, scales: Any) -> None:
-        """Take in eight words of weights, and two scales as words where there are any."""
-        self.halves = [[pair for i in range(4) for pair in self.format.decode(piece[half * 4 + i])] for half in range(2)]
-        self.scales = scales
+    def take(self, piece: Any, scales: Any) -> None:
+        """Eight words of weights, and two scales as words where there are any."""
+        self.piece, self.scales = piece, scales
+        self.decoded: list[list[Any]] = [[], []]
+
+    def decode(self) -> None:
+        """All words at once, for `multiply`."""
+        self.decoded = [[pair for i in range(4) for pair in self._pairs(half, i)] for half in range(2)]
+
+    def _pairs(self, half: int, index: int) -> list[Any]:
+        return self.format.decode(self.piece[half * 4 + index])
 
     def order(self, x: list[Any]) -> list[Any]:
-        """The words of x for a step, in the order that `multiply` takes them."""
+        """The words of x for a step, in the order that products take them."""
         each = len(x) // 4
         return [word for i in range(4) for word in self.format.order(x[i * each : i * each + each])]
 
     def multiply(self, sums: Any, block: int, x: list[Any]) -> None:
         """Add the products with eight rows of x to the `block`th four sums."""
-        own = self.scales is not None
-        totals, first = (register("float32", 4, "step"), 0) if own else (sums, block * 4)
-        if own:
-            zeros(totals, 4)
-        c = [totals[first + i] for i in range(4)]
-        upper, lower = self.halves
-        for pair in range(0, len(upper), 2):
-            a = (upper[pair], lower[pair], upper[pair + 1], lower[pair + 1])
-            do(T.ptx[self.mma](*c, *a, x[pair], x[pair + 1], *c))
-        if own:
-            for i in range(4):
-                put(sums, sums[block * 4 + i] + totals[i] * T.cuda.uint_as_float(self.scales[i // 2]), block * 4 + i)
+        (totals,) = self._begin(sums, [block])
+        for pair in range(0, len(x), 2):
+            self._mma(totals, [self.decoded[half][pair + i] for i in range(2) for half in range(2)], x[pair : pair + 2])
+        self._end(sums, [block], [totals])
+
+    def multiply_all(self, sums: Any, blocks: list[list[Any]]) -> None:
+        """The same with all blocks of rows; few words are decoded at a time, which saves registers."""
+        totals = self._begin(sums, list(range(len(blocks))))
+        together = 2 if self.format.columns == 2 else 1  # words that make a whole product
+        for first in range(0, 4, together):
+            upper, lower = ([pair for i in range(together) for pair in self._pairs(half, first + i)] for half in range(2))
+            start = first * len(blocks[0]) // 4
+            for pair in range(0, len(upper), 2):
+                a = [upper[pair], lower[pair], upper[pair + 1], lower[pair + 1]]
+                for total, x in zip(totals, blocks, strict=True):
+                    self._mma(total, a, x[start + pair : start + pair + 2])
+        self._end(sums, list(range(len(blocks))), totals)
+
+    def _begin(self, sums: Any, blocks: list[int]) -> list[list[Any]]:
+        """Where products are added up: where they stay, or apart where they are scaled first."""
+        if self.scales is None:
+            return [[sums[block * 4 + i] for i in range(4)] for block in blocks]
+        totals = register("float32", 4 * len(blocks), "step")
+        zeros(totals, 4 * len(blocks))
+        return [[totals[index * 4 + i] for i in range(4)] for index in range(len(blocks))]
+
+    def _mma(self, c: list[Any], a: list[Any], x: list[Any]) -> None:
+        do(T.ptx[self.mma](*c, *a, *x, *c))
+
+    def _end(self, sums: Any, blocks: list[int], totals: list[list[Any]]) -> None:
+        if self.scales is not None:
+            factors = [hold(T.cuda.uint_as_float(self.scales[half])) for half in range(2)]
+            for block, total in zip(blocks, totals, strict=True):
+                for i in range(4):
+                    put(sums, sums[block * 4 + i] + total[i] * factors[i // 2], block * 4 + i)
 
 
 class Ring:
     """A warp's stages: a lane's own pieces of weights, of what they are multiplied by, and their scales."""
 
     def __init__(self, pool: SMEMPool, sizes: Sizes, warps: int, stages: int, factors: int, at: Any):
-        self.at, self.pieces, self.scaled = at, 2 + factors, sizes.scaled
+        self.at, self.pieces, self.lines = at, 2 + factors, sizes.scale_lines
         self.memory = pool.alloc((warps, stages, self.pieces, 32, 4), "uint32", align=128)
-        if self.scaled:
-            self.scale_memory = pool.alloc((warps, stages, 32, 2), "uint32", align=16)
+        if self.lines:
+            self.scale_memory = pool.alloc((warps, stages, self.lines, 2), "uint32", align=16)
 
     def copy(self, slot: Any, addresses: Any, offset: int = 0, scale_offset: int = 0) -> None:
         """Start copying both pieces of weights, and their scales. addresses: of two pieces, then of two scales."""
         for half in range(2):
             source = T.reinterpret("handle", addresses[half] + T.uint64(offset))
             do(T.ptx[COPY](self.memory.ptr_to([self.at.warp, slot, half, self.at.lane, 0]), source, 16))
-        for half in range(2 if self.scaled else 0):
-            source = T.reinterpret("handle", addresses[2 + half] + T.uint64(scale_offset))
-            do(T.ptx[COPY_WORD](self.scale_memory.ptr_to([self.at.warp, slot, self.at.lane, half]), source, 4))
+        if self.lines:
+            do(T.cuda.warp_sync())  # all have read the scales that were there
+            # A copy of few bytes costs a lane as much as one of many: only lanes copy whose scale no other has.
+            with T.If(T.EQ(self.at.lane % (32 // self.lines), 0)), T.Then():
+                for half in range(2):
+                    source = T.reinterpret("handle", addresses[2 + half] + T.uint64(scale_offset))
+                    place = self.scale_memory.ptr_to([self.at.warp, slot, self._line(), half])
+                    do(T.ptx[COPY_WORD](place, source, 4))
+
+    def _line(self) -> Any:
+        return T.floordiv(self.at.lane, 32 // self.lines)
 
     def copy_factor(self, slot: Any, index: int, source: Any, *size: Any) -> None:
         """Start copying a piece of what weights are multiplied by; with a size, zeros follow so many bytes."""
@@ -215,10 +257,11 @@ class Ring:
         for part in range(self.pieces):
             with T.vectorized(0, 4) as v:
                 T.buffer_store(piece, self.memory[self.at.warp, slot, part, self.at.lane, v], [part * 4 + v])
-        if self.scaled:
+        if self.lines:
+            do(T.cuda.warp_sync())  # each lane has waited for its own copies
             scales = register("uint32", 2, "scales")
             with T.vectorized(0, 2) as v:
-                T.buffer_store(scales, self.scale_memory[self.at.warp, slot, self.at.lane, v], [v])
+                T.buffer_store(scales, self.scale_memory[self.at.warp, slot, self._line(), v], [v])
         return piece, scales
 
 
@@ -503,11 +546,11 @@ class Up:
         for step in range(cut.steps):
             slot = step % cut.stages if cut.stages <= cut.steps else hold(self.ring_turn[0] * cut.steps + step, "int32")
             do(T.ptx.cp.async_.wait_group(cut.stages - 1))
-            self.product.decode(*self.ring.read(slot))
+            self.product.take(*self.ring.read(slot))
             if cut.resident:
-                for block in range(sizes.row_blocks):
-                    self.product.multiply(sums, block, self._fragment(block, step))
+                self.product.multiply_all(sums, [self._fragment(block, step) for block in range(sizes.row_blocks)])
             else:
+                self.product.decode()
                 now, x = x, self._row_words(0, step + 1) if step + 1 < cut.steps else []
                 self.product.multiply(sums, 0, now)
                 for block in range(1, sizes.row_blocks):
@@ -746,13 +789,13 @@ class Down:
         with T.While(self.unit[0] < self.units):
             do(T.ptx.cp.async_.wait_group(cut.stages - 1))
             piece, scales = self.ring.read(self.slot[0])
-            self.product.decode(piece, scales)
+            self.product.take(piece, scales)
             if self.factors:
                 each = sizes.step // 8
-                for block in range(sizes.row_blocks):
-                    words = [piece[8 + block * each + i] for i in range(each)]
-                    self.product.multiply(sums, block, self.product.order(words))
+                words = [[piece[8 + block * each + i] for i in range(each)] for block in range(sizes.row_blocks)]
+                self.product.multiply_all(sums, [self.product.order(block) for block in words])
             else:
+                self.product.decode()
                 self._multiply_rows(sums)
             with T.If(self.ahead_tile[0] < self.tiles), T.Then():
                 self._start(self.slot[0], addresses)

@@ -109,7 +109,8 @@ def sizes_of(plan: Plan, mixture: Mixture) -> Sizes:
     shared = int(types[mixture.shared[0].inputs[1]].shape[0]) if mixture.shared else 0  # type: ignore[union-attr]
     format = format_of(plan, mixture)
     step, top = STEP_WORDS * format.columns, int(mixture.route.attr["top"])
-    return Sizes(plan.rows, hidden, inner, shared, experts, top, step, scaled=format.storage is not None)
+    lines = 0 if format.storage is None else 8 if format.storage.block[0] % 8 else 1
+    return Sizes(plan.rows, hidden, inner, shared, experts, top, step, lines)
 
 
 def format_of(plan: Plan, mixture: Mixture) -> Format:

@@ -22,8 +22,6 @@ MOST = 1024
 """Experts: a lane keeps 32 in registers, and there are as many groups at most."""
 
 
-
-
 @dataclass(frozen=True)
 class Choosing:
     """The attributes of a `route`, and its correction [experts] or None."""
