@@ -14,10 +14,11 @@ import torch
 from ..artifact.manifest import SOURCES, WeightSpec
 from ..circuit.ir import Circuit, Storage
 from ..errors import CheckpointError, Fault, ProgramError, RuntimeUseError, did_you_mean
-from ..language.load import Program, load_program, shipped_programs
+from ..language.load import Program, load_program
 from ..language.resolve import Bindings, resolve
 from ..language.schema import SwitchValue
 from ..ops.base import TORCH_DTYPES
+from ..places import shipped_programs
 from ..runtime.rope import RopeSpec, rope_tables
 from .account import Account, ReportRow, TensorRef
 from .config import ModelConfig, RawConfig, read_raw

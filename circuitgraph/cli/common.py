@@ -20,9 +20,13 @@ Command = TypeVar("Command", bound=Callable[..., None])
 MAX_WIDTH = 1024
 
 
+UNBROKEN = 10_000
+"""Columns of a pipe or file: what reads it wants whole lines, and a table is as wide as its content."""
+
+
 def out() -> Console:
     """Results. Made anew for each use: tests and pipes replace sys.stdout."""
-    return Console(file=sys.stdout, highlight=False)
+    return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else UNBROKEN)
 
 
 def notes() -> Console:

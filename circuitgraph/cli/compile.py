@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..places import check_model, check_schedule, check_target, find_program
 from .common import notes, out, parse_formats, parse_switches, parse_widths, print_json
 from .options import AsJson, Family, FloatType, Model, PipelineStage, Program, ScheduleFile, Switches, Target, TargetModel
 from .progress import CompileProgress, bar
@@ -96,6 +97,11 @@ def compile_(
     rows, chunks = parse_widths(widths), parse_widths(context_rows, "'--context-rows'")
     chosen, formats = parse_switches(switches or []), parse_formats(quantize or [])
 
+    if program != "auto":
+        find_program(program)
+    check_model(model)
+    check_target(target_model)
+    check_schedule(schedule)
     from ..checkpoint.report import format_report
     from ..measure.weights import gguf_file
     from ..pipeline import compile, work_list

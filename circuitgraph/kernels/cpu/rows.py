@@ -282,3 +282,16 @@ def emit_target_ids(ids, offsets, out):
                 T.buffer_store(out, index + T.Cast("int32", T.BufferLoad(offsets, [index])), [row])
             with T.Else():
                 T.buffer_store(out, index, [row])
+
+
+def emit_scale_rows(x, factor, out, *, lanes):
+    """out[i] = x[i] * factor[i, 0]. x, out: [n, C]; factor: [n, 1]."""
+    rows, columns = shape_of(out)
+    x, factor, out = (v.bits_of(buffer) for buffer in (x, factor, out))
+    with rows_of(rows, columns) as row:
+        by = T.bind(v.load(factor, [row, 0]))
+        v.for_columns(
+            columns,
+            lanes,
+            lambda column, width: v.store(out, [row, column], v.load(x, [row, column], width) * v.splat(by, width), width),
+        )
