@@ -76,8 +76,8 @@ def pack(
     manifest = make_manifest(bound, builds, options)
     carried = carried_tensors(bound)
     if carried:
-        files[WEIGHT_FILE] = scratch / "model.safetensors"
-        save_file({name: tensor.contiguous() for name, tensor in carried.items()}, files[WEIGHT_FILE])
+        file = files[WEIGHT_FILE] = scratch / "model.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in carried.items()}, file)
         manifest = replace(manifest, weight_file=WEIGHT_FILE)
     return write_artifact(out, manifest, files, overwrite=overwrite)
 

@@ -5,7 +5,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from circuitgraph.cli.common import MAX_WIDTH, parse_switches, parse_widths
+from circuitgraph.cli.common import MAX_WIDTH, parse_formats, parse_switches, parse_widths
 
 WIDTH = st.integers(1, MAX_WIDTH)
 
@@ -50,6 +50,16 @@ def test_switches():
 def test_refused_switches(items):
     with pytest.raises(typer.BadParameter):
         parse_switches(items)
+
+
+def test_formats():
+    assert parse_formats(["lm_head=fp8", "layer.* = nvfp4"]) == {"lm_head": "fp8", "layer.*": "nvfp4"}
+
+
+@pytest.mark.parametrize("items", [["lm_head"], ["=fp8"], ["lm_head="], ["a=fp8", "a=int8"]])
+def test_refused_formats(items):
+    with pytest.raises(typer.BadParameter):
+        parse_formats(items)
 
 
 def test_the_most_rows_are_the_compilers():

@@ -102,7 +102,7 @@ def test_an_existing_output_is_refused_before_any_work(config, tmp_path):
 
 def test_a_schedule_that_accepts_nothing_says_why_for_every_group(config, tmp_path):
     schedule = tmp_path / "mine.yaml"
-    schedule.write_text("target: cpu\nrules:\n  - {name: only, patterns: [project, head], rows: 9-, kernel: cpu.linear}\n")
+    schedule.write_text("target: cpu\nrules:\n  - {name: only, patterns: [project], rows: 9-, kernel: cpu.linear}\n")
     with pytest.raises(ScheduleError) as refused:
         circuitgraph.compile("mtp_dense", model=config, out=tmp_path / "out", widths=(1,), schedule_file=schedule)
     text = str(refused.value)
