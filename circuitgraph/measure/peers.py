@@ -135,6 +135,7 @@ class TorchEagle3Head(_TorchHead):
         self.w.update({name: weights[name].to(torch.bfloat16) for name in names})
         self.w["qkv"] = torch.cat([weights[f"{name}_proj"].to(torch.bfloat16) for name in ("q", "k", "v")])
         self.w["gate_up"] = torch.cat([weights[f"ffn.{name}_proj"].to(torch.bfloat16) for name in ("gate", "up")])
+        self.offsets = weights.get("d2t")
 
     def forward(self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, ...]:
         facts, w, n = self.facts, self.w, self.rows
@@ -151,7 +152,8 @@ class TorchEagle3Head(_TorchHead):
         y = self._norm(x, "norm_weight")
         logits = F.linear(y, w["lm_head"]).float()  # type: ignore[arg-type]
         best = logits.max(dim=-1)
-        return best.indices, best.values - logits.logsumexp(dim=-1), y if facts["recycle"] == "post_norm" else x
+        draft = best.indices if self.offsets is None else best.indices + self.offsets[best.indices]
+        return draft, best.values - logits.logsumexp(dim=-1), y if facts["recycle"] == "post_norm" else x
 
 
 def contiguous_rows(cache: PagedKV, context: int) -> tuple[torch.Tensor, torch.Tensor]:
