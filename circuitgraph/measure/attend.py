@@ -1,7 +1,8 @@
 """Attention alone on a GPU: contexts of several lengths, beside torch's SDPA over a contiguous cache of the same rows.
 
-Programs are of `attend.yaml` and `latent_attend.yaml`; SDPA has no kernel for latents, so torch multiplies there. A graph attends to several caches one after the other, each with memory of its own, so
-that short contexts do not come from the L2 cache and a graph's own cost counts little, for both sides alike.
+Programs are of `attend.yaml` and `latent_attend.yaml`; SDPA has no kernel for latents, so torch multiplies there. A graph attends
+to several caches one after the other, each with memory of its own, so that short contexts do not come from the L2 cache and a
+graph's own cost counts little, for both sides alike.
 """
 
 from __future__ import annotations

@@ -12,10 +12,12 @@ from ..artifact.manifest import Manifest
 from ..circuit.ir import Circuit
 from ..circuit.narrow import slice_entry
 from .calls import PreparedCall, workspace_of
+from .cases import Case
 from .chains import Ceiling, device_case, step_bytes
 from .gpu import record
 from .gpu_plan import GpuPlan
 from .peers import TorchEagle3Head
+from .peers_at_once import TorchDflash, TorchMedusa
 from .peers_gpu import graphed_peers
 from .report import Column, Section, microseconds, percent, ratio
 from .truth import check_draft, reference
@@ -73,6 +75,25 @@ def measure(
     return {"steps": Section("Draft steps", said, tuple(columns), ceiling.shares(rows))}
 
 
+def peer_of(
+    whole: Circuit, weights: Mapping[str, torch.Tensor], case: Case, entry: str, context: int
+) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]] | None:
+    """The same head in torch with the case's cache, and its arguments."""
+    inputs = {name: value if value.is_floating_point() else value.long() for name, value in case.inputs.items()}
+    cache = next(iter(case.caches.values()), None)
+    if whole.name == TorchMedusa.PROGRAM:
+        return TorchMedusa(whole, weights).eval(), (inputs["hidden"],)
+    if whole.name == TorchDflash.PROGRAM and cache is not None:
+        block = TorchDflash(whole, weights, case.rows, context, block_of(whole, entry)).eval()
+        block.take_cache(cache)
+        return block, (inputs["token"], inputs["position"])
+    if whole.name == TorchEagle3Head.PROGRAM and cache is not None:
+        head = TorchEagle3Head(whole, weights, case.rows, context, first=entry == "first").eval()
+        head.take_cache(cache)
+        return head, (inputs["token"], inputs["aux" if entry == "first" else "hidden"], inputs["position"])
+    return None
+
+
 def _row(manifest: Manifest, functions, weights, ceiling: Ceiling, entry: str, n: int, plan: GpuPlan) -> dict[str, Any]:
     circuit = slice_entry(manifest.circuit, entry)
     positions = min((weights[f"{table.name}.cos"].shape[0] for table in circuit.tables), default=None)
@@ -104,11 +125,9 @@ def _row(manifest: Manifest, functions, weights, ceiling: Ceiling, entry: str, n
         single = record(prepared(block)[1])
         calls["singles"] = lambda: [single() for _ in range(n // block)]
     peers: dict[str, Callable[[], object]] = {}
-    if plan.with_peers(n) and whole.name == TorchEagle3Head.PROGRAM:
-        head = TorchEagle3Head(whole, weights, n, plan.context, first=entry == "first").eval()
-        head.take_cache(next(iter(case.caches.values())))
-        hidden = case.inputs["aux" if entry == "first" else "hidden"]
-        arguments = (case.inputs["token"].long(), hidden, case.inputs["position"].long())
+    peer = peer_of(whole, weights, case, entry, plan.context) if plan.with_peers(n) else None
+    if peer is not None:
+        head, arguments = peer
         checked["peer_drafts_equal"] = int((head(*arguments)[0] == meant["draft"]).sum())
         peers = graphed_peers(head, arguments, plan.modes)
     del meant

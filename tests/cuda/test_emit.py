@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 
 from circuitgraph.errors import ScheduleError
 from circuitgraph.kernels.base import KERNELS, make_params
-from circuitgraph.kernels.cuda import stream_templates, templates
+from circuitgraph.kernels.cuda import latent_templates, stream_templates, templates
 from circuitgraph.kernels.cuda.backend import make_backend
 from circuitgraph.kernels.cuda.build import units_of
 from circuitgraph.kernels.cuda.stream import Geometry, geometry
@@ -103,10 +103,16 @@ REPRESENTATIVE = {
     "wide_bf16": ("draft_1", "draft_16", "context_16"),
     "mixed_f32_bf16": ("draft_2",),
     "fixture_qwen3_5_mtp": ("draft_3",),
+    "direct_eagle3": ("first_1", "draft_8"),
+    "direct_medusa": ("draft_8", "logits_1"),
+    "direct_dflash": ("draft_16",),
+    "latent_bf16": ("draft_1", "draft_33"),
+    "latent_odd_f32": ("draft_3", "context_5"),
 }
 """Programs of tests.gpu.pack.CASES that reach every template, and what templates do beside their rule."""
 
 ON_THE_WAY = {
+    "emit_latent_combine": latent_templates,
     "emit_copy": templates,
     "emit_combine": templates,
     "emit_add_parts": stream_templates,

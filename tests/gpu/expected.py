@@ -17,6 +17,9 @@ SMALL = ("odd_bf16", "narrow_bf16")
 
 LIFECYCLE = "lifecycle_f32"
 
+DIRECT = "direct_"
+"""Begins names of artifacts whose functions are called as they are."""
+
 BENCHED = ("dense8b",)
 """Artifacts that lie beside the others for the bench alone."""
 
@@ -30,7 +33,12 @@ MAY_SKIP = {
 
 def units(fixture: str, name: str, functions: Functions) -> list[tuple[str, tuple[Any, ...]]]:
     """(id, values after the artifact's folder) of what `fixture` stands for with one artifact: `artifact` itself, only a
-    `golden` or `small` one, every `program`, or every way to `call` it."""
+    `golden` or `small` one, every `program`, or every way to `call` it; `direct`: every program that no runner drives."""
+    direct = name.startswith(DIRECT)
+    if fixture == "direct":
+        return [(f"{name}-{symbol}", pair) for symbol, pair in functions.items()] if direct else []
+    if direct:
+        return []
     if fixture == "program":
         return [(f"{name}-{symbol}", pair) for symbol, pair in functions.items()]
     if fixture == "entry":
@@ -39,7 +47,7 @@ def units(fixture: str, name: str, functions: Functions) -> list[tuple[str, tupl
     return [(name, ())] if wanted[fixture] else []
 
 
-FIXTURES = ("artifact", "golden", "small", "program", "entry")
+FIXTURES = ("artifact", "golden", "small", "program", "entry", "direct")
 
 
 def tests_of(name: str, functions: Functions) -> Iterator[str]:

@@ -140,7 +140,8 @@ class _Block:
         lane, warp = self.at.lane, self.at.warp
         if self.product.into_latent:
             for tile in range(2):
-                self._store(number, warp * 32 + tile * 16, self._sums(x, lambda step, t=tile: self._transposed(step, warp * 2 + t)))
+                sums = self._sums(x, lambda step, place=warp * 2 + tile: self._transposed(step, place))
+                self._store(number, warp * 32 + tile * 16, sums)
             return
         sums = self._sums(x, lambda step: self._straight(step, warp % 2))
         for i in range(4):

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...circuit.ir import Node
 from ...plan.ir import VIEWS, Group, Plan, Scratch
-from ..base import Kernel, kernel, within
+from ..base import Kernel, kernel
 from .head_linear import Finish, HeadProduct, emit_head_product, emit_plain_head_product
 from .row_program import Evaluator, Place, refuse_rows, sinks_of
 from .shared import emit_prologue, prologue_scratch, refuse_dtypes, refuse_prologue

@@ -394,9 +394,7 @@ def emit_plain_latent(env: Any, latent: LatentQuery) -> None:
                 columns(sizes[0], lambda i, d: put(keys, load(query.values.lines, [line, wide(d)]), i))
                 for index in range(counts[0]):
                     put(score, score[0] + queries[0][index] * keys[index])
-                columns(
-                    sizes[1], lambda i, d: put(score, score[0] + queries[1][i] * load(query.keys.lines, [line, wide(d)]))
-                )
+                columns(sizes[1], lambda i, d: put(score, score[0] + queries[1][i] * load(query.keys.lines, [line, wide(d)])))
                 put(score, T.cuda.warp_sum(score[0]))
                 top = hold(T.max(largest[0], score[0]))
                 shrink, weight = hold(T.exp2(largest[0] - top)), hold(T.exp2(score[0] - top))
