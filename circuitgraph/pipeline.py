@@ -23,6 +23,7 @@ from .circuit.text import format_circuit
 from .errors import CircuitError, Fault, did_you_mean
 from .plan.fuse import fuse, verify_groups
 from .plan.ir import Plan
+from .plan.packed import unreadable
 from .plan.place import place, verify_placement
 from .plan.schedule import Rule, load_schedule, schedule
 from .plan.text import format_groups, format_plan
@@ -167,6 +168,7 @@ def compile(
     pieces = work_list(bound.circuit, entries, widths, context_rows)
     targets = parse_targets(target)
     rules = load_schedule(targets[0].kind, Path(schedule_file) if schedule_file else None)
+    bound = _readable(bound, pieces, targets, rules)
     # Stages of several architectures have the same names: what they leave is dumped in folders apart.
     apart = {each: Run(observer, run.dump / each.arch if run.dump else None, run.seconds) for each in targets}
     runs = apart if len(targets) > 1 else dict.fromkeys(targets, run)
@@ -209,6 +211,14 @@ def _build(run: Run, name: str, target: Target, plans: Sequence[Any], folder: Pa
     return Code(backend.description(), plans, scripts, built)
 
 
+def _readable(bound: Any, pieces: Sequence[tuple[str, int]], targets: Sequence[Target], rules: tuple[Rule, ...]) -> Any:
+    """The bound program with those weights alone quantised that the kernels of every target read as they are."""
+    for target in targets:
+        unread = unreadable(bound.circuit, pieces, target.of_plans, rules) if bound.circuit.storage else {}
+        bound = bound.dequantising(unread) if unread else bound
+    return bound
+
+
 def bind_program(run: Run, program, model, family, target_model, switches, act, kv, wt) -> Any:
     """Stages `load` to `check`: the program bound to a checkpoint, a `checkpoint.BoundProgram`."""
     from .checkpoint import bind
@@ -217,7 +227,15 @@ def bind_program(run: Run, program, model, family, target_model, switches, act, 
         "load",
         str(program),
         lambda: bind(
-            program, model=model, target_model=target_model, family=family, switches=dict(switches or {}), act=act, kv=kv, wt=wt
+            program,
+            model=model,
+            target_model=target_model,
+            family=family,
+            switches=dict(switches or {}),
+            act=act,
+            kv=kv,
+            wt=wt,
+            keep_packed=True,
         ),
     )
     run("resolve", bound.circuit.name, lambda: bound.circuit)

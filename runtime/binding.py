@@ -26,10 +26,10 @@ def bind_weights(
     max_position: int | None = None,
     seed: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """Every weight of the artifact's circuit by its circuit name, and the RoPE tables.
+    """Every weight of the artifact's circuit by its circuit name, of quantised ones all tensors, and the RoPE tables.
 
     Args:
-        weights: the host's own tensors by circuit name; they win over folders.
+        weights: the host's own tensors by circuit name; they win over folders. A quantised weight's are given together.
         model: the drafter's checkpoint folder, whose config must be the one that was compiled for; or only a config.json.
         target_model: the target's checkpoint folder, for embedding and lm_head: the target that was compiled with, if
             any. Without it, they must be in `weights`, or in `model` when compiling was given no other folder.
@@ -79,6 +79,9 @@ def bind_weights(
 _TARGET_HINT = "Give target_model= (--target-model), the target's folder, or its tensor itself in weights={{'{name}': ...}}."
 
 
+_QUANTISED = "The program reads this weight as {storage}. Leave it out, and it is taken from the artifact or the checkpoint."
+
+
 def check_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """The weights, after comparing each with the manifest.
 
@@ -86,9 +89,10 @@ def check_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], devic
         RuntimeUseError: every one that is missing, unknown, or of another shape, dtype, layout or device.
     """
     tables = {value.name: value for table in manifest.circuit.tables for value in table.tensors()}
+    specs = {value.name: (spec, value) for name, spec in manifest.weights.items() for value in spec.weight(name).tensors()}
     faults = []
-    for name in sorted({*manifest.weights, *tables} - set(weights)):
-        source = manifest.weights[name].source if name in manifest.weights else "table"
+    for name in sorted({*specs, *tables} - set(weights)):
+        source = specs[name][0].source if name in specs else "table"
         hint = {
             "drafter": "Give model=, the drafter's checkpoint folder.",
             "target": _TARGET_HINT.format(name=name),
@@ -96,14 +100,16 @@ def check_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], devic
         }
         faults.append(Fault("nothing provides it", where=manifest.program, subject=name, hint=hint.get(source)))
     for name, tensor in weights.items():
-        if name in manifest.weights:
-            spec = manifest.weights[name]
-            dtype, shape = spec.dtype, spec.shape
+        hint = None
+        if name in specs:
+            spec, value = specs[name]
+            dtype, shape = value.type.dtype, value.type.shape  # type: ignore[union-attr]
+            hint = _QUANTISED.format(storage=spec.storage) if spec.storage else None
         elif name in tables:
             rows = tensor.shape[:1] or ("rows",)
             dtype, shape = "f32", (*rows, tables[name].type.shape[1])  # type: ignore[union-attr]
         else:
-            hint = did_you_mean(name, {*manifest.weights, *tables})
+            hint = did_you_mean(name, {*specs, *tables})
             faults.append(Fault("is not a weight of this program", where=manifest.program, subject=name, hint=hint))
             continue
         fits = tuple(tensor.shape) == shape and tensor.dtype == TORCH_DTYPES[dtype]
@@ -111,7 +117,7 @@ def check_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], devic
             layout = "" if tensor.is_contiguous() else "strided "
             got = f"{layout}{_dtype(tensor)}{list(tensor.shape)} on {tensor.device}"
             expected = f"contiguous {dtype}[{', '.join(map(str, shape))}] on {device}"
-            faults.append(Fault("does not fit", where=manifest.program, subject=name, expected=expected, got=got))
+            faults.append(Fault("does not fit", where=manifest.program, subject=name, expected=expected, got=got, hint=hint))
     if not faults:
         for table in manifest.circuit.tables:
             cos, sin = (weights[value.name] for value in table.tensors())

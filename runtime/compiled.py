@@ -29,7 +29,7 @@ MOST_THREADS = 1024
 """OpenMP ends the process when it cannot start as many as it is asked for."""
 CHAIN_FUNCTIONS = ("circuitgraph_chain_begin", "circuitgraph_chain_end")
 """What libraries for devices have beside the manifest's functions: the two ends of a chain."""
-_DTYPES = {**TORCH_DTYPES, "u8": torch.uint8, "i8": torch.int8}
+_DTYPES = {**TORCH_DTYPES, "i8": torch.int8}
 _IDLE = {"slot": -1, "seq": 0, "length": 0}
 """How an idle row is addressed: it writes nowhere, and sees nothing of sequence 0."""
 MASKED = "draft_masked"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,8 @@ class Call:
     grammars: Grammars | None = None
     stop_logprob: float | None = None
     embed_target: torch.Tensor | None = None
+    meanwhile: Callable[[], None] | None = None
+    """What the host does while all drafts are made in one chain."""
 
     @property
     def stepwise(self) -> bool:
@@ -56,7 +58,10 @@ def _in_one_chain(batch: Batch, call: Call) -> Drafted:
     rows = (call.tokens, call.hiddens, call.positions, call.states, call.counts)
     if call.embed_target is not None:
         return _all_but_the_last(batch, call, batch.chain(*rows, allowed=allowed))
-    made = Drafted(*batch.chain_lists(*rows, allowed=allowed))
+    wait = batch.launch(*rows, allowed=allowed)
+    if call.meanwhile is not None:
+        call.meanwhile()
+    made = Drafted(*wait())
     _cut_all(call, made, 0)
     return made
 

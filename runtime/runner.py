@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from circuitgraph.checkpoint.packed import dequantised
 from circuitgraph.circuit.ir import Circuit, State
 from circuitgraph.errors import Fault, RuntimeUseError
 from circuitgraph.interpreter import interpret
@@ -48,12 +49,22 @@ class no_autograd:
     def __call__(self, function: Function) -> Function:
         @functools.wraps(function)
         def inner(*args: Any, **options: Any) -> Any:
-            if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+            if torch.is_inference_mode_enabled():
+                with no_autograd():
+                    return function(*args, **options)
+            if not torch.is_grad_enabled():
                 return function(*args, **options)
-            with no_autograd():
+            torch.set_grad_enabled(False)  # a context manager costs several times as much
+            try:
                 return function(*args, **options)
+            finally:
+                torch.set_grad_enabled(True)
 
         return inner  # type: ignore[return-value]
+
+
+Drafts = tuple[list[list[int]], list[list[float]]]
+"""(ids, log-probabilities) on the host: a list of one for each draft position, of every row."""
 
 
 class DraftStep(NamedTuple):
@@ -72,7 +83,7 @@ class DraftChain(NamedTuple):
     logprobs: torch.Tensor
     next_hidden: torch.Tensor
 
-    def read(self) -> tuple[list[list[int]], list[list[float]]]:
+    def read(self) -> Drafts:
         """Drafts and log-probabilities on the host: the one place that waits for the device, and one copy."""
         if self.drafts.device.type == "cpu":
             return self.drafts.tolist(), self.logprobs.tolist()
@@ -291,15 +302,16 @@ class DraftRunner(abc.ABC):
             token, hidden = step.draft, step.next_hidden
         return DraftChain(drafts, logprobs, hidden)
 
-    def chain_packed(
+    def start_chain(
         self,
         steps: int,
         rows: ChainRows,
         hidden: torch.Tensor,
         storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
         allowed: torch.Tensor | None = None,
-    ) -> tuple[list[list[int]], list[list[float]]] | None:
-        """As `chain`, with (drafts, logprobs) as lists; what a row has beyond its own slots means nothing. Nothing is checked.
+    ) -> Callable[[], Drafts] | None:
+        """As `chain`, of integers, and not waited for: what is returned waits, once, before the runner is used again. What a
+        row has beyond its own slots means nothing. Nothing is checked.
 
         None from a runner that does not stage integers itself: give `chain` tensors then.
         """
@@ -446,13 +458,14 @@ class ReferenceRunner(DraftRunner):
     """The circuit itself, interpreted in torch: the oracle, and what drafts where nothing is compiled.
 
     Args:
-        weights: by circuit name, the tables' tensors (`rope.cos`, ...) among them; any float dtype.
+        weights: by circuit name, the tables' tensors (`rope.cos`, ...) among them; any float dtype. Quantised ones may be the
+            tensors that programs read: they are dequantised here, once.
     """
 
     def __init__(self, circuit: Circuit, weights: Mapping[str, torch.Tensor]):
         super().__init__()
         self.circuit = circuit
-        self.weights = dict(weights)
+        self.weights = dequantised(circuit, weights)
         self.device = next(iter(self.weights.values())).device
         self._act = TORCH_DTYPES[circuit.act]
         needed = {weight.name for weight in circuit.weights}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import field, fields
 from typing import Any, ClassVar, Protocol
 
@@ -15,7 +16,10 @@ class Environment(Protocol):
     plan: Plan
 
     def buffer(self, name: str) -> Any:
-        """The TIR buffer of a value, weight, table or state part (`kv.k`), by its name in the circuit and no other."""
+        """The TIR buffer of a value, weight, table or state part (`kv.k`), by its name in the circuit and no other.
+
+        A quantised weight's is of its stored values; `w.scales` and `w.whole` are beside it (`circuit.ir.Storage`).
+        """
         ...
 
     def scratch(self, name: str) -> Any:
@@ -27,6 +31,9 @@ class Kernel:
     """A template: what it accepts, the scratch it needs, and how it emits TIR. Used as a class, never instantiated."""
 
     name: ClassVar[str]
+    """`kind.what`: a schedule for another target kind cannot name it."""
+    patterns: ClassVar[tuple[str, ...]]
+    """Patterns (`plan.fuse`) whose groups it is written for. `refuse` and `emit` see groups of no other."""
     Params: ClassVar[type]
     """A frozen dataclass of tunables with defaults; schedule files set them by name."""
 
@@ -45,18 +52,37 @@ class Kernel:
         raise NotImplementedError
 
 
+def refuse_packed(plan: Plan, group: Group, reads: Collection[str] = ()) -> str | None:
+    """Why a template that reads quantised weights of the formats `reads` alone cannot compute `group`, or None.
+
+    Every template asks: one that does not know of a weight's storage would take its bytes for numbers of another kind.
+    """
+    storage = plan.circuit.storage
+    foreign = [f"'{name}' in {storage[name]}" for name in group.inputs if name in storage and storage[name].format not in reads]
+    if not foreign:
+        return None
+    said = f"plain weights and {', '.join(reads)}" if reads else "plain weights"
+    return f"reads {said}, got {', '.join(foreign)}"
+
+
 def within(default: int, least: int, most: int) -> Any:
     """A field of `Params` with its bounds, which `make_params` checks."""
     return field(default=default, metadata={"least": least, "most": most})
 
 
 KERNELS: dict[str, type[Kernel]] = {}
+"""Of every target kind that this process has imported; `kernels_of` asks for one kind's."""
+
+
+def kernels_of(kind: str) -> dict[str, type[Kernel]]:
+    """The registered templates of a target kind."""
+    return {name: template for name, template in KERNELS.items() if name.partition(".")[0] == kind}
 
 
 def kernel(template: type[Kernel]) -> type[Kernel]:
     """Add a template to the registry."""
-    if not template.__doc__ or template.name in KERNELS:
-        raise TypeError(f"kernel {template.__name__} needs a docstring and a name of its own")
+    if not template.__doc__ or template.name in KERNELS or not getattr(template, "patterns", ()):
+        raise TypeError(f"kernel {template.__name__} needs a docstring, a name of its own and the patterns that it serves")
     KERNELS[template.name] = template
     return template
 

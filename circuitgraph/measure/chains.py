@@ -221,7 +221,9 @@ def step_bytes(circuit: Circuit, weights: Mapping[str, torch.Tensor], n: int, co
     counted = set()
     for weight in circuit.weights:
         tensor = weights[weight.name]
-        if weight.name in gathered and weight.name not in projected:
+        if weight.storage is not None:
+            moved += circuit.stored_bytes(weight.name)
+        elif weight.name in gathered and weight.name not in projected:
             moved += n * tensor.shape[-1] * tensor.element_size()
         elif tensor.data_ptr() not in counted:
             counted.add(tensor.data_ptr())

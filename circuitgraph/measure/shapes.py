@@ -9,6 +9,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ DFLASH = {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}
 @dataclass(frozen=True)
 class Shape:
     """What to compile. `config` is over the example of `family`, in the section that has `hidden_size`. `act` is the type
-    of activations, weights and cache alike."""
+    of activations, weights and cache alike; `storage`: of quantised weights, see `state_storage`."""
 
     name: str
     program: str
@@ -36,6 +37,7 @@ class Shape:
     entries: Sequence[str] | None = None
     act: str = "bf16"
     switches: Mapping[str, Any] = field(default_factory=dict)
+    storage: Mapping[str, str] = field(default_factory=dict)
 
     def pieces(self, circuit: Circuit, widths: Sequence[int] | None = None) -> list[tuple[str, int]]:
         """(entry, rows) of every program."""
@@ -71,6 +73,15 @@ SHAPES = {
     for shape in (
         _dense("dense8b", 4096, 32, 8, 12288, 128, 151936),
         _dense("dense2b", 2048, 16, 4, 6144, 128, 151936),
+        # The head is 72 % of the bytes of a step.
+        *(
+            _dense(f"dense8b-head-{name}", 4096, 32, 8, 12288, 128, 151936, storage={"lm_head": storage})
+            for name, storage in (("fp8", "fp8 per row"), ("int8", "int8 per row"), ("nvfp4", "nvfp4"))
+        ),
+        *(
+            _dense(f"dense8b-{name}", 4096, 32, 8, 12288, 128, 151936, storage={"*": storage})
+            for name, storage in (("fp8", "fp8 128x128"), ("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"))
+        ),
         # Small enough to compile and run anywhere: for trying the command.
         _dense("tiny", 128, 4, 2, 256, 32, 512, widths=(1, 2), context_rows=(16,)),
         # EAGLE-3 of Llama-3.1-8B.
@@ -140,6 +151,28 @@ def find_shape(name: str) -> Shape:
     return SHAPES[name]
 
 
+def state_storage(program: str | Path, storage: Mapping[str, str], file: Path, **options: Any) -> str | Path:
+    """A program with quantised weights, written to `file`; without any, the program itself.
+
+    Args:
+        storage: what programs say of it (`Storage.parse`), by patterns of names (`fnmatch`), of which the first that fits a
+            matrix of a product counts; empty: as it is.
+        options: of `bind`.
+    """
+    from ..checkpoint import bind
+    from ..circuit.ir import Storage
+    from ..circuit.text import format_circuit
+
+    if not storage:
+        return program
+    circuit = bind(program, **options).circuit
+    names = dict.fromkeys(node.inputs[1] for node in circuit.nodes if node.op in ("linear", "head_linear"))
+    found = {name: next((text for pattern, text in storage.items() if fnmatch(name, pattern)), "") for name in names}
+    stated = circuit.with_storage({name: Storage.parse(text) for name, text in found.items() if text})
+    file.write_text(format_circuit(stated))
+    return file
+
+
 def compile_shape(
     shape: Shape,
     out: Path,
@@ -155,21 +188,18 @@ def compile_shape(
     out.parent.mkdir(parents=True, exist_ok=True)
     config = out.parent / f"{shape.name}.config.json"
     config.write_text(json.dumps(shape.full_config()))
+    options: dict[str, Any] = {"model": config, "family": shape.family, "switches": dict(shape.switches)}
+    options |= {"act": shape.act, "wt": shape.act, "kv": shape.act}
     compile(
-        shape.program,
-        model=config,
+        state_storage(shape.program, shape.storage, out.parent / f"{shape.name}.program.yaml", **options),
         out=out,
         target=target,
-        family=shape.family,
-        switches=shape.switches,
         widths=widths or shape.widths,
         context_rows=shape.context_rows,
         entries=shape.entries,
         overwrite=overwrite,
         observer=observer,
-        act=shape.act,
-        wt=shape.act,
-        kv=shape.act,
+        **options,
     )
     return out
 

@@ -19,9 +19,10 @@ from .ir import Group, Plan
 class Pattern:
     """`anchor` is the op that the kernel is made for.
 
-    With `siblings`, all anchors that read one input join: the input is read once. `prologue` ops are taken backwards
-    from the anchor's first input, `epilogue` ops forwards from its output while it has one reader; without all of
-    `needs` among the epilogue the pattern does not match, and only anchors that feed it join.
+    With `siblings`, all anchors that read one input join: the input is read once. Weights must be stored alike then, since a
+    kernel reads one format. `prologue` ops are taken backwards from the anchor's first input, `epilogue` ops forwards from
+    its output while it has one reader; without all of `needs` among the epilogue the pattern does not match, and only anchors
+    that feed it join.
     """
 
     name: str
@@ -84,7 +85,8 @@ def _match(circuit: Circuit, pattern: Pattern, anchor: Node, taken: set[str]) ->
     if pattern.siblings:
         readers = circuit.consumers(anchor.inputs[0])
         anchors = [node for node in readers if node.op == pattern.anchor and node.inputs[0] == anchor.inputs[0]]
-        anchors = [node for node in anchors if node.name not in taken]
+        stored = circuit.storage.get(anchor.inputs[1])
+        anchors = [node for node in anchors if node.name not in taken and circuit.storage.get(node.inputs[1]) == stored]
     members = {node.name for node in anchors}
     epilogue = _absorb_readers(circuit, pattern, anchors, members, taken)
     if any(need not in {node.op for node in epilogue} for need in pattern.needs):

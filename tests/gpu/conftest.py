@@ -38,7 +38,7 @@ def artifacts_of(config) -> dict[Path, expected.Functions]:
 
 
 def pytest_generate_tests(metafunc):
-    """`artifact`, `golden`, `small`: folders of artifacts. `program`, `direct`: (folder, entry, rows). `entry`: (folder,
+    """`artifact`, `golden`, `small`: folders of artifacts. `program`, `product`, `direct`: (folder, entry, rows); `entry`: (folder,
     entry)."""
     for fixture in expected.FIXTURES:
         if fixture in metafunc.fixturenames:

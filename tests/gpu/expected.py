@@ -15,6 +15,9 @@ Functions = Mapping[str, tuple[str, int]]
 SMALL = ("odd_bf16", "narrow_bf16")
 """Artifacts that NVIDIA's sanitizer gets to see: it takes a hundred times as long."""
 
+PRODUCTS = "products_"
+"""Begins the names of artifacts that are no drafters, but some products."""
+
 LIFECYCLE = "lifecycle_f32"
 
 DIRECT = "direct_"
@@ -33,13 +36,12 @@ MAY_SKIP = {
 
 def units(fixture: str, name: str, functions: Functions) -> list[tuple[str, tuple[Any, ...]]]:
     """(id, values after the artifact's folder) of what `fixture` stands for with one artifact: `artifact` itself, only a
-    `golden` or `small` one, every `program`, or every way to `call` it; `direct`: every program that no runner drives."""
-    direct = name.startswith(DIRECT)
-    if fixture == "direct":
-        return [(f"{name}-{symbol}", pair) for symbol, pair in functions.items()] if direct else []
-    if direct:
+    `golden` or `small` one, every `program`, or every way to `call` it; of those that are no drafters, every `product`, of those
+    that no runner drives, every `direct` program."""
+    own = {"product": PRODUCTS, "direct": DIRECT}
+    if any((fixture == kind) != name.startswith(prefix) for kind, prefix in own.items()):
         return []
-    if fixture == "program":
+    if fixture in ("program", *own):
         return [(f"{name}-{symbol}", pair) for symbol, pair in functions.items()]
     if fixture == "entry":
         return [(f"{name}-{entry}", (entry,)) for entry in (*dict.fromkeys(entry for entry, _ in functions.values()), "chain")]
@@ -47,7 +49,7 @@ def units(fixture: str, name: str, functions: Functions) -> list[tuple[str, tupl
     return [(name, ())] if wanted[fixture] else []
 
 
-FIXTURES = ("artifact", "golden", "small", "program", "entry", "direct")
+FIXTURES = ("artifact", "golden", "small", "program", "entry", "product", "direct")
 
 
 def tests_of(name: str, functions: Functions) -> Iterator[str]:

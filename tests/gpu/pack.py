@@ -30,7 +30,7 @@ from circuitgraph.checkpoint import bind, default_config
 from circuitgraph.circuit.text import format_circuit
 from circuitgraph.kernels.cuda.backend import make_backend
 from circuitgraph.kernels.cuda.build import HOST
-from circuitgraph.measure.shapes import SHAPES
+from circuitgraph.measure.shapes import SHAPES, state_storage
 from circuitgraph.pipeline import Run, compile, plan_piece, work_list
 from circuitgraph.plan.ir import Plan
 from circuitgraph.plan.schedule import load_schedule
@@ -56,7 +56,7 @@ class Case:
     """One artifact: the fixture `model`'s config at other sizes, with random weights, in some dtypes and numbers of rows.
 
     model: or a family's file, whose example is the config. sizes: over `SIZES`, or over the example; None takes the fixture as
-    it is, whose weights are its own.
+    it is, whose weights are its own. storage: of quantised weights, see `measure.shapes.state_storage`.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Case:
     context_rows: Sequence[int] = (4,)
     entries: Sequence[str] = ("draft", "logits", "context")
     program: str = "mtp_dense"
+    storage: Mapping[str, str] = field(default_factory=dict)
 
     def rows(self, entry: str) -> Sequence[int]:
         """Of the programs of an entry: blocks are cut as context is."""
@@ -77,6 +78,28 @@ class Case:
 
 
 ODD = {"hidden_size": 120, "head_dim": 24, "intermediate_size": 88, "vocab_size": 331}
+WIDE = {"hidden_size": 4096, "num_attention_heads": 4, "intermediate_size": 12288, "vocab_size": 1003}
+WHOLE = {"intermediate_size": 2048}
+"""Columns that quantised weights have a whole number of steps of."""
+EIGHT_BITS = {
+    "fc": "fp8 per tensor",
+    "*.[qkv]_proj": "fp8 per row",
+    "*.down_proj": "int8 per tensor",
+    "lm_head": "fp8 per row",
+    "*": "fp8 128x128",
+}
+SIBLINGS = {
+    "*.q_proj": "fp8 128x128",
+    "*.k_proj": "int8 per row",
+    "*.v_proj": "",
+    "*.gate_proj": "nvfp4",
+    "*.up_proj": "mxfp4",
+    "*.down_proj": "int8 64x32",
+    "fc": "mxfp4",
+    "*.o_proj": "nvfp4",
+    "*": "fp8 per row",
+}
+PRODUCTS = str(Path(__file__).parent / "products.yaml")
 STEP = ("draft", "context")
 MASKED = (*STEP, "draft_masked")
 OWN = Path(__file__).parent / "programs"
@@ -114,6 +137,7 @@ EAGLE3_SIZES = {
     "draft_vocab_size": 2112,
 }
 MEDUSA_SIZES = {"hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 2112, "medusa_num_heads": 3}
+FEW = (1, 2, 4, 8, 16, 32)
 ALL = (1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 64)
 """Around the sizes of fragments, of schedule rules and of tiles."""
 
@@ -140,7 +164,7 @@ CASES = (
     # Columns in parts over blocks, and a vocabulary cut inside a tile.
     Case(
         "wide_bf16",
-        sizes={"hidden_size": 4096, "num_attention_heads": 4, "intermediate_size": 12288, "vocab_size": 1003},
+        sizes=WIDE,
         widths=(1, 8, 16),
         context_rows=(16,),
         entries=STEP,
@@ -149,6 +173,35 @@ CASES = (
     Case("lifecycle_f32", sizes=ODD, act="f32", wt="f32", kv="f32", widths=(1, 2, 3), context_rows=(4, 16), entries=MASKED),
     # Weights that are not of the activations' dtype.
     Case("mixed_f32_bf16", act="f32", kv="f32", widths=(1, 2), entries=STEP),
+    # Quantised weights: streamed in both dtypes with every kind of scales, all lines a step apart from the block's; siblings
+    # of different storage; and on plain kernels, with blocks and bytes that are cut.
+    Case("fp8_bf16", sizes=WHOLE, storage=EIGHT_BITS, widths=ALL, context_rows=(64,), entries=MASKED),
+    Case("fp8_f16", sizes=WHOLE, storage=EIGHT_BITS, act="f16", wt="f16", kv="f16", widths=FEW, entries=STEP),
+    Case("int8_bf16", sizes=WHOLE, storage={"*": "int8 per row"}, widths=FEW, entries=STEP),
+    Case("int8_f16", sizes=WHOLE, storage={"*": "int8 128x128"}, act="f16", wt="f16", kv="f16", widths=FEW, entries=STEP),
+    Case("nvfp4_bf16", sizes=WHOLE, storage={"*": "nvfp4"}, widths=ALL, context_rows=(64,), entries=MASKED),
+    Case("nvfp4_f16", sizes=WHOLE, storage={"*": "nvfp4"}, act="f16", wt="f16", kv="f16", widths=FEW, entries=STEP),
+    Case("mxfp4_bf16", sizes=WHOLE, storage={"*": "mxfp4"}, widths=FEW, entries=STEP),
+    Case("mixed_storage", sizes=WHOLE, storage=SIBLINGS, widths=FEW, entries=STEP),
+    Case("odd_storage", sizes=ODD, storage=SIBLINGS, widths=FEW, context_rows=(5,), entries=STEP),
+    Case(
+        "odd_storage_f32", sizes=ODD, storage=SIBLINGS, act="f32", wt="f32", kv="f32", widths=FEW, context_rows=(5,), entries=STEP
+    ),
+    Case("wide_fp8", sizes=WIDE, storage={"*": "fp8 128x128"}, widths=(1, 8, 16), context_rows=(16,), entries=STEP),
+    Case("wide_nvfp4", sizes=WIDE, storage={"*": "nvfp4"}, widths=(1, 8, 16), context_rows=(16,), entries=STEP),
+    *(
+        Case(
+            f"products_{act}",
+            PRODUCTS.replace(".yaml", "_family.yaml"),
+            program=PRODUCTS,
+            act=act,
+            wt=act,
+            kv=act,
+            widths=(1, 8, 16, 33),
+            entries=("products",),
+        )
+        for act in ("bf16", "f16", "f32")
+    ),
     # Against values that other people's code computed; widths 1 and 3 are what the cases call.
     *(
         Case(f"fixture_{name}", name, None, switches, "f32", None, "f32", (1, 3), (16,), program=program)
@@ -204,6 +257,11 @@ _SHAPE = SHAPES["dense8b"]
 DENSE8B = Case(
     "dense8b", sizes=_SHAPE.config, widths=_SHAPE.widths, context_rows=_SHAPE.context_rows, entries=_SHAPE.entries or STEP
 )
+
+
+def program_of(case: Case, folder: Path) -> str | Path:
+    """The program that `bind` and `compile` take: with storage, one that is written to `folder`."""
+    return state_storage(case.program, case.storage, folder / f"{case.name}.yaml", **options_of(case, folder))
 
 
 def options_of(case: Case, folder: Path) -> dict[str, Any]:

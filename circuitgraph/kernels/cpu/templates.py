@@ -13,8 +13,9 @@ import networkx
 
 from ...circuit.ir import Node
 from ...circuit.types import StateType, TensorType
+from ...plan.fuse import CACHE, ROWS
 from ...plan.ir import VIEWS, Group, Plan, Scratch
-from ..base import Kernel, kernel, within
+from ..base import Kernel, kernel, refuse_packed, within
 from .sizes import Tile, attention_scratch_floats, attention_splits, default_tile, linear_scratch_floats, top1_tasks
 
 ROW_OPS = (
@@ -46,6 +47,7 @@ class Rows(Kernel):
     """Row-wise nodes one after the other: the generic fallback, and the home of what is too small to split."""
 
     name = "cpu.rows"
+    patterns = (ROWS, CACHE)
 
     @dataclass(frozen=True)
     class Params:
@@ -54,7 +56,7 @@ class Rows(Kernel):
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
         foreign = sorted({node.op for node in group.nodes} - set(ROW_OPS) - set(VIEWS))
-        return f"no row-wise emitter for {', '.join(foreign)}" if foreign else None
+        return f"no row-wise emitter for {', '.join(foreign)}" if foreign else refuse_packed(plan, group)
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
@@ -72,6 +74,7 @@ class Linear(Kernel):
     """Projections that share one input: the prologue by rows, then every weight streamed once in one launch."""
 
     name = "cpu.linear"
+    patterns = ("project", "gated")
 
     @dataclass(frozen=True)
     class Params:
@@ -92,6 +95,9 @@ class Linear(Kernel):
         foreign = sorted({node.op for node in group.prologue} - set(ROW_OPS) - set(VIEWS))
         if foreign:
             return f"no row-wise emitter for {', '.join(foreign)} in the prologue"
+        packed = refuse_packed(plan, group)
+        if packed:
+            return packed
         for anchors, _ in meeting(group):
             shapes = {plan.circuit.types[anchor.inputs[1]].shape for anchor in anchors}  # type: ignore[union-attr]
             if len(shapes) > 1:
@@ -122,6 +128,7 @@ class LinearTop1(Kernel):
     """lm_head, top-1 (under a mask, where one is given) and log-probability; logits are reduced where they arise."""
 
     name = "cpu.linear_top1"
+    patterns = ("head",)
 
     @dataclass(frozen=True)
     class Params:
@@ -136,7 +143,7 @@ class LinearTop1(Kernel):
             return f"block {params.block} must be a multiple of 32 and divide task_columns {params.task_columns}"
         shape = [node.op for node in (*group.anchors, *group.epilogue)]
         fits = shape in (["linear", "top1"], ["linear", "masked_top1"])
-        return None if fits else f"expected linear and top1 or masked_top1, got {shape}"
+        return refuse_packed(plan, group) if fits else f"expected linear and top1 or masked_top1, got {shape}"
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
@@ -160,6 +167,7 @@ class Attend(Kernel):
     """Paged attention of each row over its sequence, then the element-wise rest by rows."""
 
     name = "cpu.attention"
+    patterns = ("attend",)
 
     @dataclass(frozen=True)
     class Params:
@@ -170,7 +178,7 @@ class Attend(Kernel):
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
-        return None if len(group.anchors) == 1 else "one attention at a time"
+        return refuse_packed(plan, group) if len(group.anchors) == 1 else "one attention at a time"
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:

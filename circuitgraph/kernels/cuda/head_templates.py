@@ -9,8 +9,10 @@ from ...circuit.ir import Node
 from ...plan.ir import VIEWS, Group, Plan, Scratch
 from ..base import Kernel, kernel
 from .head_linear import Finish, HeadProduct, emit_head_product, emit_plain_head_product
+from .architectures import architecture_of
+from .formats import scales_of
 from .row_program import Evaluator, Place, refuse_rows, sinks_of
-from .shared import emit_prologue, prologue_scratch, refuse_dtypes, refuse_prologue
+from .shared import emit_prologue, format_of, prologue_scratch, refuse_dtypes, refuse_prologue, refuse_quantised
 from .values import store
 
 
@@ -52,7 +54,8 @@ def scratch_of(plan: Plan, group: Group) -> tuple[Scratch, ...]:
 
 
 def refuse_head_project(plan: Plan, group: Group) -> str | None:
-    return refuse_prologue(plan, group) or refuse_rows(plan, group.epilogue, sinks_of(plan, group, group.nodes))
+    rows = refuse_prologue(plan, group) or refuse_rows(plan, group.epilogue, sinks_of(plan, group, group.nodes))
+    return rows or refuse_quantised(plan, group)
 
 
 def finish_of(env: Any, group: Group) -> Finish:
@@ -71,9 +74,11 @@ def finish_of(env: Any, group: Group) -> Finish:
 
 @kernel
 class HeadStream(Kernel):
-    """Products with a matrix for each head in bf16 or f16 on tensor cores, every matrix read once for 64 rows."""
+    """Products with a matrix for each head in bf16 or f16 on tensor cores, every matrix read once for 64 rows; weights may be
+    fp8 or int8."""
 
     name = "cuda.head_stream"
+    patterns = ("head_project",)
 
     @dataclass(frozen=True)
     class Params:
@@ -81,7 +86,11 @@ class HeadStream(Kernel):
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
-        return refuse_dtypes(plan, group) or product_of(plan, group).refuse() or refuse_head_project(plan, group)
+        product = product_of(plan, group)
+        reason = refuse_dtypes(plan, group) or product.refuse() or product.refuse_storage(format_of(plan, group))
+        if reason is None and product.shared_bytes > architecture_of(plan).shared_bytes:
+            return f"needs {product.shared_bytes} B of shared memory"
+        return reason or refuse_head_project(plan, group)
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
@@ -90,9 +99,9 @@ class HeadStream(Kernel):
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
         source, (anchor,) = source_of(env, group), group.anchors
-        kind = env.plan.circuit.types[source].dtype
-        product = product_of(env.plan, group)
-        emit_head_product(env, product, env.words(source), env.words(anchor.inputs[1]), kind, finish_of(env, group))
+        weight, product = anchor.inputs[1], product_of(env.plan, group)
+        format, scales = format_of(env.plan, group), scales_of(env, weight)
+        emit_head_product(env, product, env.words(source), env.words(weight), format, scales, finish_of(env, group))
 
 
 @kernel
@@ -100,6 +109,7 @@ class HeadPlain(Kernel):
     """Products with a matrix for each head, of any sizes and dtypes: a thread a result."""
 
     name = "cuda.head_plain"
+    patterns = ("head_project",)
 
     @dataclass(frozen=True)
     class Params:
@@ -116,5 +126,6 @@ class HeadPlain(Kernel):
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
         source, (anchor,) = source_of(env, group), group.anchors
-        product = product_of(env.plan, group)
-        emit_plain_head_product(env, product, env.buffer(source), env.buffer(anchor.inputs[1]), finish_of(env, group))
+        weight, product = anchor.inputs[1], product_of(env.plan, group)
+        finish = finish_of(env, group)
+        emit_plain_head_product(env, product, env.buffer(source), env.buffer(weight), scales_of(env, weight), finish)

@@ -31,6 +31,7 @@ class LatentWarpgroups(Kernel):
     """Latent attention by `wgmma`, a block for 64 heads of a row and a part of its context; then the sum of the parts."""
 
     name = "cuda.latent_warpgroups"
+    patterns = ("attend_latent",)
 
     @dataclass(frozen=True)
     class Params:
@@ -80,6 +81,7 @@ class LatentPlain(Kernel):
     """Latent attention of any sizes and dtypes, a warp a (row, head, part); then the sum of the parts."""
 
     name = "cuda.latent_plain"
+    patterns = ("attend_latent",)
 
     @dataclass(frozen=True)
     class Params:
