@@ -97,7 +97,8 @@ def _row(
     node = next(node for node in circuit.nodes if node.op == ("latent_attention" if latent else "attention"))
     kinds = {item.name: item.type for item in circuit.inputs}
     scale = float(node.attr["scale"])
-    flops = TABLE[node.op].cost([item.with_rows(n) for item in kinds.values()], [circuit.types[node.name]], {}, context).flops
+    q_types = [item.with_rows(n) for item in kinds.values()]
+    flops = TABLE[node.op].cost(q_types, q_types[:1], {}, context).flops
     moved = n * context * state.bytes_per_row()
     copies = max(2, min(MOST_COPIES, math.ceil(ENOUGH / moved)))
     caches = [_cache(state, n, context, device) for _ in range(copies)]

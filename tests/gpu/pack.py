@@ -224,6 +224,8 @@ CASES = (
         entries=STEP,
         **LATENT,
     ),
+    Case("latent_fp8", storage={"*": "fp8 128x128"}, widths=(1, 8), entries=STEP, **LATENT),
+    Case("latent_odd_storage", sizes=SMALL_LATENT, storage=SIBLINGS, widths=(2,), context_rows=(5,), entries=STEP, **LATENT),
     Case("latent_odd_f32", sizes=SMALL_LATENT, act="f32", wt="f32", kv="f32", widths=(1, 3), context_rows=(5,), **LATENT),
     # Programs that no runner drives: their functions are called as they are (test_direct.py).
     *(

@@ -305,7 +305,7 @@ PLAIN_WARPS = 8
 
 
 def emit_plain_head_product(env: Any, product: HeadProduct, x: Any, weight: Any, scales: Scales | None, finish: Finish) -> None:
-    """A thread for every result. x: [rows, heads, stride]; weight: [heads * block, latent]. For any sizes, dtypes and storages."""
+    """A thread for every result. x: [rows, heads, stride]; weight: [heads * block, latent]. Any sizes, dtypes, storages."""
     results = product.rows * product.heads * product.made
     with env.kernel(-(-results // (PLAIN_WARPS * 32)), PLAIN_WARPS) as at:
         index = hold((at.block * PLAIN_WARPS + at.warp) * 32 + at.lane, "int32")

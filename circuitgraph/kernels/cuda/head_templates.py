@@ -8,9 +8,9 @@ from typing import Any
 from ...circuit.ir import Node
 from ...plan.ir import VIEWS, Group, Plan, Scratch
 from ..base import Kernel, kernel
-from .head_linear import Finish, HeadProduct, emit_head_product, emit_plain_head_product
 from .architectures import architecture_of
 from .formats import scales_of
+from .head_linear import Finish, HeadProduct, emit_head_product, emit_plain_head_product
 from .row_program import Evaluator, Place, refuse_rows, sinks_of
 from .shared import emit_prologue, format_of, prologue_scratch, refuse_dtypes, refuse_prologue, refuse_quantised
 from .values import store
