@@ -13,6 +13,7 @@ from . import rows as row_ops
 from . import vector as v
 from .attention import emit_attention, emit_kv_append
 from .linear import Projection, emit_linear
+from .packed import weight_of
 from .sizes import Tile
 from .templates import ROW_OPS, VECTOR_OPS, state_of
 from .top1 import Top1Scratch, emit_linear_top1
@@ -32,7 +33,7 @@ def emit_projections(
         made = [value.name for node in (*anchors, *epilogue) for value in node.outputs]
         stores = {name: v.bits_of(env.flat(name)) for name in made if name in crossing}
         loads = {name: v.bits_of(buffer) for name, buffer in outside.items()}
-        weights = tuple(env.buffer(anchor.inputs[1]) for anchor in anchors)
+        weights = tuple(weight_of(env, anchor.inputs[1]) for anchor in anchors)
         projections.append(Projection(weights, _epilogue(anchors, epilogue, biases, loads, stores)))
     x = env.flat(group.anchors[0].inputs[0])
     emit_linear(x, projections, n=env.plan.rows, lanes=env.lanes, block=block, tile=tile, scratch=env.scratch("packed"))
@@ -45,7 +46,7 @@ def emit_head(env: Any, group: Group, task_columns: int, block: int, tile: Tile)
     token, logprob = (env.buffer(value.name) for value in top1.outputs)
     emit_linear_top1(
         env.buffer(linear.inputs[0]),
-        env.buffer(linear.inputs[1]),
+        weight_of(env, linear.inputs[1]),
         token,
         logprob,
         Top1Scratch(*(env.scratch(name) for name in ("best", "index", "total"))),

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 L1_ACTIVATION_BYTES = 20 * 1024
 
+BLOCK_COLUMNS = 16
+"""Blocks of columns that share a scale are a multiple of this, so that no vector of a quantised weight lies in two of them."""
+
 STACK_BYTES = 192 * 1024
 """What a task of a matrix product may keep on its stack per row of activations, all rows together."""
 
@@ -70,3 +73,10 @@ def attention_splits(n, kv_heads, target_tasks=16, most=8):
 def attention_scratch_floats(n, heads, dim, splits):
     """float32 elements of workspace `emit_attention` needs; none for one split."""
     return 0 if splits == 1 else n * heads * splits * (dim + 2)
+
+
+def refuse_storage(storage):
+    """Why weights in this storage (`circuit.ir.Storage`) cannot be read by `packed.Quantised`, or None."""
+    if storage.block[1] % BLOCK_COLUMNS:
+        return f"scales for {storage.block[1]} columns, which is no multiple of {BLOCK_COLUMNS}"
+    return None

@@ -16,7 +16,15 @@ from ...circuit.types import StateType, TensorType
 from ...plan.fuse import CACHE, ROWS
 from ...plan.ir import VIEWS, Group, Plan, Scratch
 from ..base import Kernel, kernel, refuse_packed, within
-from .sizes import Tile, attention_scratch_floats, attention_splits, default_tile, linear_scratch_floats, top1_tasks
+from .sizes import (
+    Tile,
+    attention_scratch_floats,
+    attention_splits,
+    default_tile,
+    linear_scratch_floats,
+    refuse_storage,
+    top1_tasks,
+)
 
 ROW_OPS = (
     "add",
@@ -95,7 +103,7 @@ class Linear(Kernel):
         foreign = sorted({node.op for node in group.prologue} - set(ROW_OPS) - set(VIEWS))
         if foreign:
             return f"no row-wise emitter for {', '.join(foreign)} in the prologue"
-        packed = refuse_packed(plan, group)
+        packed = refuse_storages(plan, group)
         if packed:
             return packed
         for anchors, _ in meeting(group):
@@ -143,7 +151,7 @@ class LinearTop1(Kernel):
             return f"block {params.block} must be a multiple of 32 and divide task_columns {params.task_columns}"
         shape = [node.op for node in (*group.anchors, *group.epilogue)]
         fits = shape in (["linear", "top1"], ["linear", "masked_top1"])
-        return refuse_packed(plan, group) if fits else f"expected linear and top1 or masked_top1, got {shape}"
+        return refuse_storages(plan, group) if fits else f"expected linear and top1 or masked_top1, got {shape}"
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
@@ -192,6 +200,17 @@ class Attend(Kernel):
         from . import emission
 
         emission.emit_attend(env, group, _splits(env.plan, group, params), params.split_rows)
+
+
+def refuse_storages(plan: Plan, group: Group) -> str | None:
+    """Why the anchors' weights cannot be read as they are stored, or None. What else the group reads must be plain."""
+    streamed = {anchor.inputs[1] for anchor in group.anchors}
+    storage = plan.circuit.storage
+    foreign = [f"'{name}' in {storage[name]}" for name in group.inputs if name in storage and name not in streamed]
+    if foreign:
+        return f"reads plain weights beside the matrices, got {', '.join(foreign)}"
+    reasons = [f"'{name}' has {reason}" for name in streamed & set(storage) if (reason := refuse_storage(storage[name]))]
+    return reasons[0] if reasons else None
 
 
 def _inner_values(plan: Plan, group: Group, nodes: tuple[Node, ...]) -> tuple[Scratch, ...]:

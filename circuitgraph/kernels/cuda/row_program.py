@@ -27,7 +27,21 @@ ELEMENTWISE = {
     "sigmoid": sigmoid,
 }
 OPS = frozenset(
-    {*ELEMENTWISE, *VIEWS, *APPENDS, "cat", "columns", "embed", "part", "rms_norm", "rope", "shift", "target_ids", "zero_at"}
+    {
+        *ELEMENTWISE,
+        *VIEWS,
+        *APPENDS,
+        "cat",
+        "columns",
+        "embed",
+        "part",
+        "rms_norm",
+        "rope",
+        "scale_rows",
+        "shift",
+        "target_ids",
+        "zero_at",
+    }
 )
 
 UNROLLED = 16
@@ -191,6 +205,9 @@ class Evaluator:
         if weight is None:
             weight = self.norm_weight(node, place.column)
         return hold(self.at(node.inputs[0], place) * self.prepared[node.name] * weight)
+
+    def _scale_rows(self, node: Node, place: Place) -> Any:
+        return hold(self.at(node.inputs[0], place) * self.at(node.inputs[1], Place(place.row, 0, 0)))
 
     def _cat(self, node: Node, place: Place) -> Any:
         result, start = register("float32"), 0

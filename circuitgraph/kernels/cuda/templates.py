@@ -12,6 +12,7 @@ from ..base import Kernel, kernel, refuse_packed, within
 from .architectures import architecture_of, fitting
 from .attention import emit_combine, emit_plain_attention
 from .epilogue import refuse_epilogue
+from .experts_templates import MixturePlain, MixtureStream
 from .head_templates import HeadPlain, HeadStream
 from .latent_templates import LatentPlain, LatentWarpgroups
 from .paged import CLUSTER, PagedAttention, shared_bytes
@@ -48,6 +49,8 @@ __all__ = [
     "LinearPlain",
     "LinearStream",
     "LinearTiles",
+    "MixturePlain",
+    "MixtureStream",
     "Rows",
     "Top1Plain",
     "Top1Stream",
