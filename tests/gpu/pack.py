@@ -210,6 +210,7 @@ CASES = (
             ("qwen3_5_mtp", {}, "mtp_dense"),
             ("mimo_mtp", {"mask_first": False}, "mtp_dense"),
             ("eagle1_llama", {}, "eagle1"),
+            ("deepseek_v3_mtp", {}, "mtp_mla"),
         )
     ),
     # Latent attention, with a dense FFN: on warpgroups, all heads of blocks or some; plain.
