@@ -189,20 +189,54 @@ class LatentAttention:
         values = self._descriptor(first, apart=self.rows * LINE)
         # A line of weights has as many columns as a tile has rows.
         weights = self._descriptor(self.tiles.ptr_to([0, PANELS - 1, 0, 0]), line=self.rows * 2)
-        with T.While(self.tile[0] < self.stop):
-            do(T.cuda.mbarrier_wait(self.full.ptr_to([self.stage[0]]), self.phase[0]))
-            do(T.ptx.fence.proxy.async_.shared__cta())
-            before = hold(T.Cast("uint64", self.stage[0]) * T.uint64(PANELS * self.rows * LINE // 16), "uint64")
-            with T.If(T.EQ(self.group, 0)), T.Then():
-                self._score(queries, keys + before)
-                self._weigh()
-                do(T.ptx.fence.proxy.async_.shared__cta())
-            do(T.ptx.bar.sync(1, GROUPS * 128))
-            self._add_values(weights + before, values + before)
-            with T.If(at.lane < 1), T.Then():
-                do(T.ptx.mbarrier.arrive.shared.b64(self.empty.ptr_to([self.stage[0]]), T.uint32(1)))
-            self._advance()
+        with T.If(T.EQ(self.group, 0)):
+            with T.Then():
+                self._lead(queries, keys, weights, values)
+            with T.Else():
+                self._follow(weights, values)
         self._leave()
+
+    def _lead(self, queries: Any, keys: Any, weights: Any, values: Any) -> None:
+        """Scores of the next tile are asked for before the values of this one are there: the tensor cores go on."""
+        self._await_tile()
+        self._score(queries, keys)
+        with T.While(self.tile[0] < self.stop):
+            do(T.ptx.wgmma.wait_group.sync.aligned(0))
+            self._ordered(self.scores, self.rows // 2)
+            self._weigh()
+            do(T.ptx.fence.proxy.async_.shared__cta())
+            do(T.ptx.bar.sync(1, GROUPS * 128))
+            self._add_values(weights, values)
+            done = hold(self.stage[0], "int32", "done")
+            self._advance()
+            with T.If(self.tile[0] < self.stop), T.Then():
+                self._await_tile()
+            self._score(queries, keys)  # behind the last tile they are of an old one, and nobody's
+            do(T.ptx.wgmma.wait_group.sync.aligned(1))
+            self._ordered(self.sums, LATENT // 4)
+            self._release(done)
+        do(T.ptx.wgmma.wait_group.sync.aligned(0))
+
+    def _follow(self, weights: Any, values: Any) -> None:
+        with T.While(self.tile[0] < self.stop):
+            self._await_tile()
+            do(T.ptx.bar.sync(1, GROUPS * 128))
+            self._add_values(weights, values)
+            do(T.ptx.wgmma.wait_group.sync.aligned(0))
+            self._ordered(self.sums, LATENT // 4)
+            self._release(self.stage[0])
+            self._advance()
+
+    def _await_tile(self) -> None:
+        do(T.cuda.mbarrier_wait(self.full.ptr_to([self.stage[0]]), self.phase[0]))
+        do(T.ptx.fence.proxy.async_.shared__cta())
+
+    def _release(self, stage: Any) -> None:
+        with T.If(self.at.lane < 1), T.Then():
+            do(T.ptx.mbarrier.arrive.shared.b64(self.empty.ptr_to([stage]), T.uint32(1)))
+
+    def _of_stage(self, descriptor: Any) -> Any:
+        return hold(descriptor + T.Cast("uint64", self.stage[0]) * T.uint64(PANELS * self.rows * LINE // 16), "uint64")
 
     def _load_query(self) -> None:
         """Heads that there are not are replaced by the last one and left out at the end."""
@@ -237,14 +271,15 @@ class LatentAttention:
             do(T.ptx["mov.b32"](target[index], target[index]))
 
     def _score(self, queries: Any, keys: Any) -> None:
+        """Ask for the scores of the tile at hand."""
+        keys = self._of_stage(keys)
+        self._ordered(self.scores, self.rows // 2)
         do(T.ptx.wgmma.fence.sync.aligned())
         scores = [self.scores[i] for i in range(self.rows // 2)]
         for step in range(PANELS * 4):
             of_queries, of_keys = (T.uint64((step // 4 * rows * LINE + step % 4 * 32) // 16) for rows in (HEADS, self.rows))
             do(T.ptx[self.scores_mma](*scores, queries + of_queries, keys + of_keys, T.bool(step > 0), 1, 1, 0, 0))
         do(T.ptx.wgmma.commit_group.sync.aligned())
-        do(T.ptx.wgmma.wait_group.sync.aligned(0))
-        self._ordered(self.scores, self.rows // 2)
 
     def _weigh(self) -> None:
         """The running largest of two heads a thread, and their weights where the rotated part lay."""
@@ -276,6 +311,8 @@ class LatentAttention:
                 T.buffer_store(self.tiles, word[0], [self.stage[0], PANELS - 1, place, at.lane % 4])
 
     def _add_values(self, weights: Any, values: Any) -> None:
+        """Ask for the weighted sum of the tile at hand."""
+        weights, values = self._of_stage(weights), self._of_stage(values)
         shrink = [hold(self.shrink[self.stage[0], self.head_row + half * 8]) for half in range(2)]
         moved = T.Or(shrink[0] < T.float32(1), shrink[1] < T.float32(1))
         with T.If(T.cuda.any_sync(T.uint32(0xFFFFFFFF), T.Cast("int32", moved)) > 0), T.Then():
@@ -289,8 +326,6 @@ class LatentAttention:
             across, down = T.uint64(step * 32 // 16), T.uint64(step * 16 * LINE // 16)
             do(T.ptx[self.values_mma](*sums, weights + across, half + down, T.bool(True), 1, 1, 0, 1))
         do(T.ptx.wgmma.commit_group.sync.aligned())
-        do(T.ptx.wgmma.wait_group.sync.aligned(0))
-        self._ordered(self.sums, LATENT // 4)
 
     def _leave(self) -> None:
         at, query = self.at, self.query
@@ -307,18 +342,23 @@ class LatentAttention:
                     do(T.ptx["st.global.v2.f32"](query.sums.ptr_to([self.row, head, self.part, column]), *pair))
 
 
-COMBINE_WARPS = LATENT // 4 // 32
+COMBINE_GROUPS = 4
+"""Groups of warps that add up every fourth part: what one thread does in a row is short."""
+COMBINE_WARPS = COMBINE_GROUPS * LATENT // 4 // 32
 
 
 def emit_latent_combine(env: Any, latent: LatentQuery, tile: int, finish: Callable[[Any, Any, Any, Any], None]) -> None:
     """finish(row, head, column, value) with the sum of the parts that have a tile; zero where there is none. A block for each
-    row and head, four columns a thread."""
+    row and head, four columns of every fourth part a thread."""
     query, rows, heads, parts = latent.query, latent.rows, latent.heads, latent.query.parts
     with env.kernel(rows * heads, COMBINE_WARPS, early=True) as at:
+        shared = T.alloc_buffer((COMBINE_GROUPS, LATENT), "float32", scope="shared")
         row, head = hold(T.floordiv(at.block, heads), "int32"), hold(T.floormod(at.block, heads), "int32")
         _, first, end = query.span(row)
         first_tile, last_tile, each = tiles_of(first, end, parts, tile)
         live = hold(T.floordiv(last_tile - first_tile + each - 1, T.max(each, T.int32(1))), "int32", "live")
+        thread = hold(at.warp * 32 + at.lane, "int32")
+        group, column = hold(T.floordiv(thread, LATENT // 4), "int32"), hold(thread % (LATENT // 4) * 4, "int32")
         env.wait()
         turns = -(-parts // 32)
         tops, shares = register("float32", turns, "tops"), register("float32", turns, "shares")
@@ -338,18 +378,17 @@ def emit_latent_combine(env: Any, latent: LatentQuery, tile: int, finish: Callab
             put(tops, T.exp2(tops[turn] - top[0]), turn)
             put(total, total[0] + tops[turn] * shares[turn])
         put(total, T.cuda.warp_sum(total[0]))
-        column = hold((at.warp * 32 + at.lane) * 4, "int32")
         sums = register("float32", 4, "sums")
         zeros(sums, 4)
-        unrolled = min(parts, 4)
-        with T.serial(0, T.floordiv(live + (unrolled - 1), unrolled)) as several:
+        unrolled = min(-(-parts // COMBINE_GROUPS), 8)
+        with T.serial(0, T.floordiv(live + (COMBINE_GROUPS * unrolled - 1), COMBINE_GROUPS * unrolled)) as several:
             found = []
             for i in range(unrolled):
-                part = hold(T.min(several * unrolled + i, live - 1), "int32")
-                values = register("float32", 4)
+                number = hold((several * unrolled + i) * COMBINE_GROUPS + group, "int32")
+                part, values = hold(T.min(number, live - 1), "int32"), register("float32", 4)
                 place = query.sums.ptr_to([row, head, part, column])
                 do(T.ptx["ld.global.v4.f32"](*(values[c] for c in range(4)), place))
-                found.append((several * unrolled + i, part, values))
+                found.append((number, part, values))
             for number, part, values in found:
                 share = from_lane(tops[0], T.floormod(part, 32), "float32")
                 for turn in range(1, turns):
@@ -359,8 +398,16 @@ def emit_latent_combine(env: Any, latent: LatentQuery, tile: int, finish: Callab
                 for c in range(4):
                     put(sums, sums[c] + share * values[c], c)
         for c in range(4):
-            value = T.Select(live > 0, sums[c] / total[0], T.float32(0))
-            finish(row, head, hold(column + c, "int32"), hold(value))
+            T.buffer_store(shared, sums[c], [group, column + c])
+        do(T.cuda.cta_sync())
+
+        def element(index: Any) -> None:
+            value = shared[0, index]
+            for other in range(1, COMBINE_GROUPS):
+                value = value + shared[other, index]
+            finish(row, head, index, hold(T.Select(live > 0, value / total[0], T.float32(0))))
+
+        for_each(LATENT, thread, COMBINE_WARPS * 32, element)
 
 
 PLAIN_WARPS = 4
