@@ -268,6 +268,11 @@ class LatentCases(Cases):
             self.close(torch.cat([rotated[..., 0::2], rotated[..., 1::2]], -1), f"{name}krope_{self.keys}", "kv")
 
 
+def cases_class(name: str) -> type[Cases]:
+    """How a fixture's cases are read."""
+    return LatentCases if name == "deepseek_v3_mtp" else Cases
+
+
 def fixture_tensors(name: str) -> dict[str, torch.Tensor]:
     """Every tensor of a fixture's cases."""
     return load_file(FIXTURES / name / "cases.safetensors")

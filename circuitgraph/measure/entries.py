@@ -119,7 +119,7 @@ def _row(manifest: Manifest, functions, weights, ceiling: Ceiling, entry: str, n
     whole = manifest.circuit
     meant = reference(whole, entry, case, weights, case.copy_caches())
     offsets = next((weights[node.inputs[1]] for node in circuit.nodes if node.op == "target_ids"), None)
-    checked = check_draft(f"{entry} {n}", whole.act, call.outputs, meant, offsets)
+    checked = check_draft(f"{entry} {n}", whole.act, call.outputs, meant, offsets=offsets)
     calls = {"step": record(call)}
     if n > block and block in manifest.widths(entry):
         single = record(prepared(block)[1])

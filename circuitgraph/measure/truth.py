@@ -47,6 +47,7 @@ def check_draft(
     act: str,
     made: Mapping[str, torch.Tensor],
     meant: Mapping[str, torch.Tensor],
+    sure: torch.Tensor | None = None,
     offsets: torch.Tensor | None = None,
 ) -> dict[str, float]:
     """{equal_drafts, error} of a step against the reference. The error is of the hidden, or where there is none of the scores.
@@ -54,12 +55,18 @@ def check_draft(
     A draft may be another token than the reference's where the logits of both are within rounding, if there are any.
 
     Args:
+        sure: bool[n], the rows to compare; all when left out. See `routing.sure_rows`.
         offsets: what `target_ids` added to the head's own ids, which logits are of.
 
     Raises:
         CircuitgraphError: the hidden is off, or a draft is not among the best tokens.
     """
     limit = LIMITS[act]
+    equal = int((made["draft"] == meant["draft"]).sum())
+    if sure is not None:
+        made, meant = ({name: value[sure] for name, value in values.items()} for values in (made, meant))
+        if not len(made["draft"]):
+            return {"equal_drafts": equal, "error": float("nan")}
     judged_by = "next_hidden" if "next_hidden" in meant else "logprob"
     error = relative_error(made[judged_by], meant[judged_by])
     logits = meant["logits"].float() if "logits" in meant else None
@@ -76,7 +83,7 @@ def check_draft(
         expected = f"error below {limit:g}, drafts {meant['draft'].tolist()}"
         hint = "Nothing was timed: a program that is wrong may be fast."
         raise CircuitgraphError(Fault("differs from the reference", where=subject, expected=expected, got=got, hint=hint))
-    return {"equal_drafts": int((made["draft"] == meant["draft"]).sum()), "error": error}
+    return {"equal_drafts": equal, "error": error}
 
 
 def own_ids(ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

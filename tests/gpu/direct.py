@@ -20,7 +20,7 @@ from circuitgraph.ops import PagedKV
 from circuitgraph.runtime.binding import bind_weights
 from circuitgraph.runtime.compiled import open_library
 from tests.fixture_cases import FIXTURES
-from tests.gpu.expected import DIRECT
+from tests.gpu.expected import ALONE
 
 POSITIONS = 4096
 
@@ -95,7 +95,7 @@ class Direct:
 @functools.cache
 def open_direct(folder: Path) -> Direct:
     opened, device = read_artifact(folder), torch.device("cuda", torch.cuda.current_device())
-    fixture = FIXTURES / folder.name.removeprefix(f"{DIRECT}fixture_")
+    fixture = FIXTURES / folder.name.removeprefix(f"{ALONE['direct']}fixture_")
     positions = POSITIONS if opened.manifest.circuit.tables else None
     if fixture.is_dir():
         target = fixture / "target" if (fixture / "target").is_dir() else None

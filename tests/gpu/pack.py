@@ -99,7 +99,14 @@ SIBLINGS = {
     "*.o_proj": "nvfp4",
     "*": "fp8 per row",
 }
-PRODUCTS = str(Path(__file__).parent / "products.yaml")
+PRODUCTS, MIXTURE = (str(Path(__file__).parent / f"{name}.yaml") for name in ("products", "mixture"))
+SIGMOID = {"scoring": "sigmoid", "correction_bias": True}
+EXPERTS = {
+    "num_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 128,
+}
 STEP = ("draft", "context")
 MASKED = (*STEP, "draft_masked")
 OWN = Path(__file__).parent / "programs"
@@ -137,6 +144,9 @@ EAGLE3_SIZES = {
     "draft_vocab_size": 2112,
 }
 MEDUSA_SIZES = {"hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 2112, "medusa_num_heads": 3}
+BYTES = {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 128}
+CODED = {"*vector": "", "ffn.*": "fp8 128x128"}
+MIXED = (1, 2, 3, 4, 8, 16, 33, 64)
 FEW = (1, 2, 4, 8, 16, 32)
 ALL = (1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 64)
 """Around the sizes of fragments, of schedule rules and of tiles."""
@@ -192,7 +202,6 @@ CASES = (
     *(
         Case(
             f"products_{act}",
-            PRODUCTS.replace(".yaml", "_family.yaml"),
             program=PRODUCTS,
             act=act,
             wt=act,
@@ -202,6 +211,49 @@ CASES = (
         )
         for act in ("bf16", "f16", "f32")
     ),
+    # Experts alone: streamed with x in registers, and gathered by expert; routes of every kind; and node by node.
+    Case("mixture_bf16", program=MIXTURE, switches={"shared_gate": True}, widths=MIXED, entries=("apply",)),
+    Case(
+        "mixture_f16",
+        program=MIXTURE,
+        switches={"experts": "fused", "norm": "zero_centred", **SIGMOID},
+        act="f16",
+        wt="f16",
+        widths=(1, 4, 33),
+        entries=("apply",),
+    ),
+    Case(
+        "mixture_groups",
+        program=MIXTURE,
+        sizes={"num_experts": 64, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+        switches=SIGMOID,
+        widths=(1, 8, 64),
+        entries=("apply",),
+    ),
+    Case("mixture_wide", program=MIXTURE, sizes={"hidden_size": 4096}, widths=(8, 16, 64), entries=("apply",)),
+    Case("mixture_fp8", program=MIXTURE, sizes=BYTES, storage=CODED, widths=(1, 4, 8, 16, 33), entries=("apply",)),
+    Case(
+        "mixture_int8",
+        program=MIXTURE,
+        sizes=BYTES,
+        storage={"*vector": "", "ffn.*": "int8 per row"},
+        act="f16",
+        wt="f16",
+        widths=(1, 8, 16),
+        entries=("apply",),
+    ),
+    Case(
+        "mixture_f32",
+        program=MIXTURE,
+        sizes={"num_experts": 48, "n_group": 6, "topk_group": 3, "hidden_size": 120},
+        switches=SIGMOID,
+        act="f32",
+        wt="f32",
+        widths=(1, 3, 64),
+        entries=("apply",),
+    ),
+    # ... and in their drafters.
+    Case("moe_bf16", "qwen3_next_mtp", EXPERTS, widths=(1, 3, 8, 33), entries=MASKED, program="mtp_moe"),
     # Against values that other people's code computed; widths 1 and 3 are what the cases call.
     *(
         Case(f"fixture_{name}", name, None, switches, "f32", None, "f32", (1, 3), (16,), program=program)
@@ -209,6 +261,8 @@ CASES = (
             ("qwen3_dense_mtp", {}, "mtp_dense"),
             ("qwen3_5_mtp", {}, "mtp_dense"),
             ("mimo_mtp", {"mask_first": False}, "mtp_dense"),
+            ("qwen3_next_mtp", {}, "mtp_moe"),
+            ("glm4_moe_mtp", {}, "mtp_moe"),
             ("eagle1_llama", {}, "eagle1"),
             ("deepseek_v3_mtp", {}, "mtp_mla"),
         )
@@ -269,8 +323,12 @@ def program_of(case: Case, folder: Path) -> str | Path:
 
 def options_of(case: Case, folder: Path) -> dict[str, Any]:
     """Arguments of `bind` and `compile` that both take."""
-    model, more = FIXTURES / case.model, {}
-    if case.sizes is None and (model / "target").is_dir() and case.model != "medusa1":
+    model, family, more = FIXTURES / case.model, case.model, {}
+    if case.program in (PRODUCTS, MIXTURE):
+        family = case.program.replace(".yaml", "_family.yaml")
+        model = folder / f"{case.name}.json"
+        model.write_text(json.dumps({**default_config(family), **(case.sizes or {})}))
+    elif case.sizes is None and (model / "target").is_dir() and case.model != "medusa1":
         more["target_model"] = model / "target"
     elif case.sizes is not None:
         example = case.model.endswith(".yaml") or not (model / "config.json").is_file() or case.model in OF_EXAMPLES
@@ -280,7 +338,7 @@ def options_of(case: Case, folder: Path) -> dict[str, Any]:
         model = folder / f"{case.name}.json"
         model.write_text(json.dumps(config))
     dtypes = {"act": case.act, "kv": case.kv, "wt": case.wt}
-    return {"model": model, "family": case.model, "switches": dict(case.switches), **dtypes, **more}
+    return {"model": model, "family": family, "switches": dict(case.switches), **dtypes, **more}
 
 
 def plans_of(case: Case, target: Target = TARGET) -> list[Plan]:

@@ -40,7 +40,7 @@ def check(direct, case, entry, got) -> None:
     if "draft" in made:
         nodes = direct.entry(entry).circuit.nodes
         offsets = next((direct.weights[node.inputs[1]] for node in nodes if node.op == "target_ids"), None)
-        check_draft(entry, live, made, meant, offsets)
+        check_draft(entry, live, made, meant, offsets=offsets)
         spread = meant["logits"].float().std()
         assert (made["logprob"] - meant["logprob"]).abs().max() <= 8 * limit * spread
     assert worst({name: tensor for name, tensor in made.items() if name != "logprob"}, meant) < 2 * limit

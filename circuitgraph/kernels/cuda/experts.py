@@ -40,13 +40,17 @@ class Sizes:
     top: int
     step: int = 32
     """Columns of one step of a warp: of `STEP_WORDS` words."""
-    scaled: bool = False
-    """Are there scales, which go through the rings too?"""
+    scale_lines: int = 0
+    """Different scales of eight weight rows in a step, which go through the rings too: 8, or 1 where those share theirs."""
+
+    @property
+    def scaled(self) -> bool:
+        return self.scale_lines > 0
 
     @property
     def stage_bytes(self) -> int:
         """Of a warp's stage: weights and their scales."""
-        return 1024 + 256 * self.scaled
+        return 1024 + 8 * self.scale_lines
 
     @property
     def pairs(self) -> int:
@@ -99,8 +103,8 @@ class DownCut:
 
     def factors(self, sizes: Sizes) -> int:
         """16-byte pieces that a lane has of what a stage's weights are multiplied by, beside the two of weights. None where
-        there are more than eight rows."""
-        return sizes.step // 32 if sizes.rows <= 8 else 0
+        there are more than 16 rows."""
+        return sizes.row_blocks * sizes.step // 32 if sizes.rows <= 16 else 0
 
     def shared_bytes(self, sizes: Sizes) -> int:
         ring = self.warps * self.stages * (sizes.stage_bytes + 512 * self.factors(sizes))
@@ -161,49 +165,87 @@ class Product:
         self.format, self.lane = format, lane
         self.mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{format.kind}.{format.kind}.f32"
 
-    def decode(self, piece: Any, scales: Any) -> None:
-        """Take in eight words of weights, and two scales as words where there are any."""
-        self.halves = [[pair for i in range(4) for pair in self.format.decode(piece[half * 4 + i])] for half in range(2)]
-        self.scales = scales
+    def take(self, piece: Any, scales: Any) -> None:
+        """Eight words of weights, and two scales as words where there are any."""
+        self.piece, self.scales = piece, scales
+        self.decoded: list[list[Any]] = [[], []]
+
+    def decode(self) -> None:
+        """All words at once, for `multiply`."""
+        self.decoded = [[pair for i in range(4) for pair in self._pairs(half, i)] for half in range(2)]
+
+    def _pairs(self, half: int, index: int) -> list[Any]:
+        return self.format.decode(self.piece[half * 4 + index])
 
     def order(self, x: list[Any]) -> list[Any]:
-        """The words of x for a step, in the order that `multiply` takes them."""
+        """The words of x for a step, in the order that products take them."""
         each = len(x) // 4
         return [word for i in range(4) for word in self.format.order(x[i * each : i * each + each])]
 
     def multiply(self, sums: Any, block: int, x: list[Any]) -> None:
         """Add the products with eight rows of x to the `block`th four sums."""
-        own = self.scales is not None
-        totals, first = (register("float32", 4, "step"), 0) if own else (sums, block * 4)
-        if own:
-            zeros(totals, 4)
-        c = [totals[first + i] for i in range(4)]
-        upper, lower = self.halves
-        for pair in range(0, len(upper), 2):
-            a = (upper[pair], lower[pair], upper[pair + 1], lower[pair + 1])
-            do(T.ptx[self.mma](*c, *a, x[pair], x[pair + 1], *c))
-        if own:
-            for i in range(4):
-                put(sums, sums[block * 4 + i] + totals[i] * T.cuda.uint_as_float(self.scales[i // 2]), block * 4 + i)
+        (totals,) = self._begin(sums, [block])
+        for pair in range(0, len(x), 2):
+            self._mma(totals, [self.decoded[half][pair + i] for i in range(2) for half in range(2)], x[pair : pair + 2])
+        self._end(sums, [block], [totals])
+
+    def multiply_all(self, sums: Any, blocks: list[list[Any]]) -> None:
+        """The same with all blocks of rows; few words are decoded at a time, which saves registers."""
+        totals = self._begin(sums, list(range(len(blocks))))
+        together = 2 if self.format.columns == 2 else 1  # words that make a whole product
+        for first in range(0, 4, together):
+            upper, lower = ([pair for i in range(together) for pair in self._pairs(half, first + i)] for half in range(2))
+            start = first * len(blocks[0]) // 4
+            for pair in range(0, len(upper), 2):
+                a = [upper[pair], lower[pair], upper[pair + 1], lower[pair + 1]]
+                for total, x in zip(totals, blocks, strict=True):
+                    self._mma(total, a, x[start + pair : start + pair + 2])
+        self._end(sums, list(range(len(blocks))), totals)
+
+    def _begin(self, sums: Any, blocks: list[int]) -> list[list[Any]]:
+        """Where products are added up: where they stay, or apart where they are scaled first."""
+        if self.scales is None:
+            return [[sums[block * 4 + i] for i in range(4)] for block in blocks]
+        totals = register("float32", 4 * len(blocks), "step")
+        zeros(totals, 4 * len(blocks))
+        return [[totals[index * 4 + i] for i in range(4)] for index in range(len(blocks))]
+
+    def _mma(self, c: list[Any], a: list[Any], x: list[Any]) -> None:
+        do(T.ptx[self.mma](*c, *a, *x, *c))
+
+    def _end(self, sums: Any, blocks: list[int], totals: list[list[Any]]) -> None:
+        if self.scales is not None:
+            factors = [hold(T.cuda.uint_as_float(self.scales[half])) for half in range(2)]
+            for block, total in zip(blocks, totals, strict=True):
+                for i in range(4):
+                    put(sums, sums[block * 4 + i] + total[i] * factors[i // 2], block * 4 + i)
 
 
 class Ring:
     """A warp's stages: a lane's own pieces of weights, of what they are multiplied by, and their scales."""
 
     def __init__(self, pool: SMEMPool, sizes: Sizes, warps: int, stages: int, factors: int, at: Any):
-        self.at, self.pieces, self.scaled = at, 2 + factors, sizes.scaled
+        self.at, self.pieces, self.lines = at, 2 + factors, sizes.scale_lines
         self.memory = pool.alloc((warps, stages, self.pieces, 32, 4), "uint32", align=128)
-        if self.scaled:
-            self.scale_memory = pool.alloc((warps, stages, 32, 2), "uint32", align=16)
+        if self.lines:
+            self.scale_memory = pool.alloc((warps, stages, self.lines, 2), "uint32", align=16)
 
     def copy(self, slot: Any, addresses: Any, offset: int = 0, scale_offset: int = 0) -> None:
         """Start copying both pieces of weights, and their scales. addresses: of two pieces, then of two scales."""
         for half in range(2):
             source = T.reinterpret("handle", addresses[half] + T.uint64(offset))
             do(T.ptx[COPY](self.memory.ptr_to([self.at.warp, slot, half, self.at.lane, 0]), source, 16))
-        for half in range(2 if self.scaled else 0):
-            source = T.reinterpret("handle", addresses[2 + half] + T.uint64(scale_offset))
-            do(T.ptx[COPY_WORD](self.scale_memory.ptr_to([self.at.warp, slot, self.at.lane, half]), source, 4))
+        if self.lines:
+            do(T.cuda.warp_sync())  # all have read the scales that were there
+            # A copy of few bytes costs a lane as much as one of many: only lanes copy whose scale no other has.
+            with T.If(T.EQ(self.at.lane % (32 // self.lines), 0)), T.Then():
+                for half in range(2):
+                    source = T.reinterpret("handle", addresses[2 + half] + T.uint64(scale_offset))
+                    place = self.scale_memory.ptr_to([self.at.warp, slot, self._line(), half])
+                    do(T.ptx[COPY_WORD](place, source, 4))
+
+    def _line(self) -> Any:
+        return T.floordiv(self.at.lane, 32 // self.lines)
 
     def copy_factor(self, slot: Any, index: int, source: Any, *size: Any) -> None:
         """Start copying a piece of what weights are multiplied by; with a size, zeros follow so many bytes."""
@@ -215,10 +257,11 @@ class Ring:
         for part in range(self.pieces):
             with T.vectorized(0, 4) as v:
                 T.buffer_store(piece, self.memory[self.at.warp, slot, part, self.at.lane, v], [part * 4 + v])
-        if self.scaled:
+        if self.lines:
+            do(T.cuda.warp_sync())  # each lane has waited for its own copies
             scales = register("uint32", 2, "scales")
             with T.vectorized(0, 2) as v:
-                T.buffer_store(scales, self.scale_memory[self.at.warp, slot, self.at.lane, v], [v])
+                T.buffer_store(scales, self.scale_memory[self.at.warp, slot, self._line(), v], [v])
         return piece, scales
 
 
@@ -275,7 +318,7 @@ class Groups:
                 for first in range(0, sizes.banks, 32):
                     word = register("uint32", name="chosen")
                     put(word, T.uint32(0))
-                    with T.serial(0, sizes.top) as place:
+                    with T.unroll(0, sizes.top) as place:
                         other = hold(self.pair_expert[row * sizes.top + place], "int32")
                         bit = T.shift_left(T.uint32(1), T.Cast("uint32", T.bitwise_and(other, T.int32(31))))
                         mine = T.EQ(T.shift_right(other, T.int32(5)), at.lane + first)
@@ -298,7 +341,7 @@ class Groups:
                 put(word, T.uint32(0))
             with T.If(bank < sizes.banks), T.Then():
                 for index, word in enumerate(masks[chunk]):
-                    with T.serial(0, min(32, sizes.rows - index * 32)) as row:
+                    with T.unroll(0, min(32, sizes.rows - index * 32)) as row:
                         bits = hold(self.bits[(row + index * 32) * sizes.banks + bank], "uint32")
                         bit = T.bitwise_and(T.shift_right(bits, T.Cast("uint32", at.lane)), T.uint32(1))
                         put(word, T.bitwise_or(word[0], T.shift_left(bit, T.Cast("uint32", row))))
@@ -320,7 +363,7 @@ class Groups:
         do(T.cuda.cta_sync())
         self.total = register("int32", name="chosen_experts")
         put(self.total, T.int32(0))
-        with T.serial(0, sizes.banks) as other:
+        for other in range(sizes.banks):
             put(self.total, self.total[0] + self.bank_experts[other])
         for chunk in range(chunks):
             bank = hold(chunk * self.warps + at.warp, "int32", "bank")
@@ -328,9 +371,9 @@ class Groups:
                 place, first = register("int32", name="place"), register("int32", name="first")
                 put(place, experts_before[chunk][0])
                 put(first, pairs_before[chunk][0])
-                with T.serial(0, bank) as other:
-                    put(place, place[0] + self.bank_experts[other])
-                    put(first, first[0] + self.bank_pairs[other])
+                for other in range(sizes.banks - 1):
+                    put(place, place[0] + T.Select(bank > other, self.bank_experts[other], T.int32(0)))
+                    put(first, first[0] + T.Select(bank > other, self.bank_pairs[other], T.int32(0)))
                 expert, pairs = hold(bank * 32 + at.lane, "int32"), register("int32", name="pairs")
                 put(pairs, T.int32(0))
                 for index, word in enumerate(masks[chunk]):
@@ -503,11 +546,11 @@ class Up:
         for step in range(cut.steps):
             slot = step % cut.stages if cut.stages <= cut.steps else hold(self.ring_turn[0] * cut.steps + step, "int32")
             do(T.ptx.cp.async_.wait_group(cut.stages - 1))
-            self.product.decode(*self.ring.read(slot))
+            self.product.take(*self.ring.read(slot))
             if cut.resident:
-                for block in range(sizes.row_blocks):
-                    self.product.multiply(sums, block, self._fragment(block, step))
+                self.product.multiply_all(sums, [self._fragment(block, step) for block in range(sizes.row_blocks)])
             else:
+                self.product.decode()
                 now, x = x, self._row_words(0, step + 1) if step + 1 < cut.steps else []
                 self.product.multiply(sums, 0, now)
                 for block in range(1, sizes.row_blocks):
@@ -709,13 +752,12 @@ class Down:
             place, step = self._place_of(unit)
             self._find(hold(self.listed[place, 0], "int32"), self.ahead_tile[0], step, addresses)
             self.ring.copy(slot, addresses)
-            if self.factors:
-                rank, bit = rank_in([T.reinterpret("uint32", self.listed[place, 2])], hold(T.floordiv(self.at.lane, 4), "int32"))
+            for block in range(self.sizes.row_blocks if self.factors else 0):
+                row = hold(block * 8 + T.floordiv(self.at.lane, 4), "int32")
+                rank, bit = rank_in([T.reinterpret("uint32", self.listed[place, 2])], row)
                 pair = hold(T.min(self.listed[place, 1] + rank, T.int32(self.sizes.pairs - 1)), "int32")
                 size = hold(bit * T.uint32(16), "uint32")  # nothing is read for other rows: zeros
-                for index in range(self.factors):
-                    source = self.between.made.ptr_to([pair, self._word(step) + index * 4])
-                    self.ring.copy_factor(slot, index, source, size)
+                self._start_factors(slot, block, self.between.made, pair, step, size)
 
     def _start_shared(self, slot: Any, unit: Any, addresses: Any, early: Any) -> None:
         def weights():
@@ -727,9 +769,14 @@ class Down:
         else:
             with T.If(T.Not(early)), T.Then():
                 weights()
-        row = hold(T.min(T.floordiv(self.at.lane, 4), T.int32(self.sizes.rows - 1)), "int32")
-        for index in range(self.factors):
-            self.ring.copy_factor(slot, index, self.between.shared.ptr_to([row, self._word(unit) + index * 4]))
+        for block in range(self.sizes.row_blocks if self.factors else 0):
+            row = hold(T.min(block * 8 + T.floordiv(self.at.lane, 4), T.int32(self.sizes.rows - 1)), "int32")
+            self._start_factors(slot, block, self.between.shared, row, unit)
+
+    def _start_factors(self, slot: Any, block: int, source: Any, row: Any, step: Any, *size: Any) -> None:
+        each = self.sizes.step // 32
+        for index in range(each):
+            self.ring.copy_factor(slot, block * each + index, source.ptr_to([row, self._word(step) + index * 4]), *size)
 
     # -- a tile ------------------------------------------------------------------------------------------------
 
@@ -742,10 +789,13 @@ class Down:
         with T.While(self.unit[0] < self.units):
             do(T.ptx.cp.async_.wait_group(cut.stages - 1))
             piece, scales = self.ring.read(self.slot[0])
-            self.product.decode(piece, scales)
+            self.product.take(piece, scales)
             if self.factors:
-                self.product.multiply(sums, 0, self.product.order([piece[8 + i] for i in range(self.factors * 4)]))
+                each = sizes.step // 8
+                words = [[piece[8 + block * each + i] for i in range(each)] for block in range(sizes.row_blocks)]
+                self.product.multiply_all(sums, [self.product.order(block) for block in words])
             else:
+                self.product.decode()
                 self._multiply_rows(sums)
             with T.If(self.ahead_tile[0] < self.tiles), T.Then():
                 self._start(self.slot[0], addresses)

@@ -15,7 +15,7 @@ from .experts import STEP_WORDS, Between, Down, DownCut, Matrix, Sizes, Up, UpCu
 from .formats import Format, scales_of
 from .plain import Projection, emit_plain
 from .plain_experts import emit_plain_experts
-from .route import choosing_of, emit_route
+from .route import choosing_of, emit_route, refuse_route
 from .row_program import ELEMENTWISE, emit_rows
 from .shared import PROLOGUE_WARPS, emit_prologue, prologue_scratch, refuse_prologue
 from .stream import Geometry, Stream, geometry
@@ -109,7 +109,8 @@ def sizes_of(plan: Plan, mixture: Mixture) -> Sizes:
     shared = int(types[mixture.shared[0].inputs[1]].shape[0]) if mixture.shared else 0  # type: ignore[union-attr]
     format = format_of(plan, mixture)
     step, top = STEP_WORDS * format.columns, int(mixture.route.attr["top"])
-    return Sizes(plan.rows, hidden, inner, shared, experts, top, step, scaled=format.storage is not None)
+    lines = 0 if format.storage is None else 8 if format.storage.block[0] % 8 else 1
+    return Sizes(plan.rows, hidden, inner, shared, experts, top, step, lines)
 
 
 def format_of(plan: Plan, mixture: Mixture) -> Format:
@@ -159,8 +160,8 @@ def refuse_mixture(plan: Plan, group: Group, params: MixtureParams) -> str | Non
     sizes = sizes_of(plan, mixture)
     if sizes.rows > 64:
         return f"at most 64 rows, got {sizes.rows}"
-    if sizes.top > 32 or sizes.experts > 1024:
-        return f"at most 32 of 1024 experts, got {sizes.top} of {sizes.experts}"
+    if reason := refuse_route(mixture.route, sizes.experts):
+        return reason
     for columns in (sizes.hidden, sizes.inner, sizes.shared):
         if columns % sizes.step:
             return f"{columns} columns are no whole number of steps of {sizes.step}"
@@ -328,9 +329,10 @@ class MixturePlain(Kernel):
             return reason
         if foreign:
             return f"no form of {', '.join(foreign)} among experts"
-        if any(node.op == "route" and node.attr["top"] > 32 for node in group.anchors):
-            return "at most 32 experts a row"
-        return refuse_prologue(plan, group)
+        types = plan.circuit.types
+        routes = [(node, int(types[node.inputs[1]].shape[0])) for node in group.anchors if node.op == "route"]  # type: ignore[union-attr]
+        reasons = [reason for node, experts in routes if (reason := refuse_route(node, experts))]
+        return reasons[0] if reasons else refuse_prologue(plan, group)
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:

@@ -18,6 +18,8 @@ from .values import do, hold, load, put, register, sigmoid, store
 ALL = 0xFFFFFFFF
 """All lanes of a warp; and the key of an expert that is not to be chosen."""
 NOBODY = 0x7FFFFFFF
+MOST = 1024
+"""Experts: a lane keeps 32 in registers, and there are as many groups at most."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,15 @@ class Choosing:
 
     @property
     def words(self) -> int:
-        """Of a warp's memory while it chooses: keys, scores, and keys of groups."""
-        return 2 * self.experts + (2 * self.groups if self.groups > 1 else 0)
+        """Of a warp's memory while it chooses: scores, and keys where groups are added up."""
+        return self.experts * (2 if self.groups > 1 else 1)
+
+
+def refuse_route(node: Any, experts: int) -> str | None:
+    """Why a warp cannot choose so, or None."""
+    if node.attr["top"] > 32 or experts > MOST or node.attr["groups"] > 32:
+        return f"at most 32 of {MOST} experts in 32 groups, got {node.attr['top']} of {experts} in {node.attr['groups']}"
+    return None
 
 
 def choosing_of(node: Any, experts: int, correction: Any) -> Choosing:
@@ -71,12 +80,14 @@ def least(value: Any) -> Any:
 
 
 class Chooser:
-    """Chooses for one row, by one warp with `words` of shared memory from `first` on, given as keys and as scores of the same
-    bytes (uint32 and float32)."""
+    """Chooses for one row, by one warp: a lane has the experts lane, lane + 32, ... in registers. `words` of shared memory from
+    `first` on, given as keys and as scores of the same bytes (uint32 and float32), hold what other lanes ask for."""
 
     def __init__(self, choosing: Choosing, keys: Any, scores: Any, first: Any, lane: Any):
-        self.choosing, self.lane = choosing, lane
-        self.keys, self.scores, self.first = keys, scores, first
+        self.choosing, self.lane, self.first = choosing, lane, first
+        self.shared_keys, self.scores = keys, scores
+        self.count = -(-choosing.experts // 32)
+        self.keys = register("uint32", self.count, "key")
 
     def choose(self, logits: Any, row: Any) -> tuple[Any, Any]:
         """(expert int32, share float32) of the choice that has this lane's number. logits: [rows, experts] float32."""
@@ -89,114 +100,100 @@ class Chooser:
         for target, zero in ((mine, T.int32(0)), (share, T.float32(0)), (total, T.float32(0))):
             put(target, zero)
         with T.serial(0, c.top) as turn:
-            expert = self._best(0, c.experts)
-            score = hold(self.scores[self.first + c.experts + expert])
+            expert = self._best(self.keys, self.count, c.experts)
+            score = hold(self.scores[self.first + expert])
             put(total, total[0] + score)
             put(mine, T.Select(T.EQ(lane, turn), expert, mine[0]))
             put(share, T.Select(T.EQ(lane, turn), score, share[0]))
-            self._take(expert)
+            self._drop(self.keys, self.count, expert)
         if c.renormalise:
             put(share, share[0] / (total[0] + T.float32(SMALLEST_SUM)))
         return mine[0], hold(share[0] * T.float32(c.factor))
 
-    def _each(self, count: int, body: Any) -> None:
-        """body(place) for the places lane, lane + 32, ... below `count`."""
-        if count // 32:
-            with T.unroll(0, count // 32) if count <= 512 else T.serial(0, count // 32) as i:
-                body(hold(i * 32 + self.lane, "int32"))
-        if count % 32:
-            with T.If(self.lane < count % 32), T.Then():
-                body(hold(self.lane + count // 32 * 32, "int32"))
+    def _each(self, body: Any) -> None:
+        """body(index, expert) for every expert of this lane's."""
+        for index in range(self.count):
+            expert = hold(self.lane + index * 32, "int32")
+            if index * 32 + 32 <= self.choosing.experts:
+                body(index, expert)
+            else:
+                with T.If(expert < self.choosing.experts), T.Then():
+                    body(index, expert)
 
     def _score(self, logits: Any, row: Any) -> None:
-        """Keys of what is chosen by, and scores."""
-        c = self.choosing
-        place_of = lambda expert: self.first + c.experts + expert  # noqa: E731
-        largest, total = register("float32", name="largest"), register("float32", name="total")
-        put(largest, T.float32(-3.0e38))
-        put(total, T.float32(0))
-
-        def fetch(expert):
-            logit = load(logits, [row, expert])
-            put(largest, T.max(largest[0], logit))
-            T.buffer_store(self.scores, logit, [place_of(expert)])
-
-        self._each(c.experts, fetch)
+        """Scores, and keys of what is chosen by."""
+        c, values = self.choosing, register("float32", self.count, "score")
+        for index in range(self.count):
+            put(values, T.float32(-3.0e38), index)
+            put(self.keys, T.uint32(ALL), index)
+        self._each(lambda index, expert: put(values, load(logits, [row, expert]), index))
         if c.softmax:
-            put(largest, T.cuda.warp_max(largest[0]))
+            largest = hold(T.cuda.warp_max(_tree(T.max, [values[index] for index in range(self.count)])))
+            for index in range(self.count):
+                put(values, T.exp(values[index] - largest), index)
+            whole = T.cuda.warp_sum(_tree(lambda a, b: a + b, [values[index] for index in range(self.count)]))
+            inverse = hold(T.float32(1) / whole)
 
-            def power(expert):
-                raised = hold(T.exp(self.scores[place_of(expert)] - largest[0]))
-                put(total, total[0] + raised)
-                T.buffer_store(self.scores, raised, [place_of(expert)])
-
-            self._each(c.experts, power)
-            put(total, T.float32(1) / T.cuda.warp_sum(total[0]))
-
-        def finish(expert):
-            value = hold(self.scores[place_of(expert)])
-            score = hold(value * total[0]) if c.softmax else sigmoid(value)
-            T.buffer_store(self.scores, score, [place_of(expert)])
+        def finish(index, expert):
+            score = hold(values[index] * inverse) if c.softmax else sigmoid(values[index])
+            T.buffer_store(self.scores, score, [self.first + expert])
             choice = score if c.correction is None else hold(score + load(c.correction, [expert], constant=True))
-            T.buffer_store(self.keys, key_of(choice), [self.first + expert])
+            put(self.keys, key_of(choice), index)
 
-        self._each(c.experts, finish)
+        self._each(finish)
 
     def _drop_groups(self) -> None:
-        """Leave the experts of the best groups alone in the choice."""
-        c = self.choosing
-        size, sums = c.experts // c.groups, 2 * c.experts
+        """Leave the experts of the best groups alone in the choice. A lane adds up a group."""
+        c, lane = self.choosing, self.lane
+        size, place = c.experts // c.groups, self.first + c.experts
+        self._each(lambda index, expert: T.buffer_store(self.shared_keys, self.keys[index], [place + expert]))
         do(T.cuda.warp_sync())
-
-        def add_up(group):
+        sums, kept = register("uint32", name="group"), register("uint32", name="kept")
+        put(sums, T.uint32(ALL))
+        put(kept, T.uint32(0))
+        with T.If(lane < c.groups), T.Then():
             best, second = register("uint32", name="best"), register("uint32", name="second")
             put(best, T.uint32(ALL))
             put(second, T.uint32(ALL))
             with T.serial(0, size) as i:
-                key = hold(self.keys[self.first + group * size + i], "uint32")
+                key = hold(self.shared_keys[place + lane * size + i], "uint32")
                 put(second, T.min(second[0], T.max(best[0], key)))
                 put(best, T.min(best[0], key))
-            key = key_of(hold(value_of(best[0]) + value_of(second[0])))
-            T.buffer_store(self.keys, key, [self.first + sums + group])
-            T.buffer_store(self.keys, T.uint32(0), [self.first + sums + c.groups + group])
-
-        self._each(c.groups, add_up)
+            put(sums, key_of(hold(value_of(best[0]) + value_of(second[0]))))
         do(T.cuda.warp_sync())
         with T.serial(0, c.kept):
-            group = self._best(sums, c.groups)
-            with T.If(self.lane < 1), T.Then():
-                T.buffer_store(self.keys, T.uint32(ALL), [self.first + sums + group])
-                T.buffer_store(self.keys, T.uint32(1), [self.first + sums + c.groups + group])
-            do(T.cuda.warp_sync())
+            group = self._best(sums, 1, c.groups)
+            put(kept, T.bitwise_or(kept[0], T.shift_left(T.uint32(1), T.Cast("uint32", group))))
+            self._drop(sums, 1, group)
 
-        def drop(expert):
-            kept = self.keys[self.first + sums + c.groups + T.floordiv(expert, size)]
-            with T.If(T.EQ(kept, T.uint32(0))), T.Then():
-                T.buffer_store(self.keys, T.uint32(ALL), [self.first + expert])
+        def leave(index, expert):
+            bit = T.bitwise_and(T.shift_right(kept[0], T.Cast("uint32", T.floordiv(expert, size))), T.uint32(1))
+            put(self.keys, T.Select(bit > T.uint32(0), self.keys[index], T.uint32(ALL)), index)
 
-        self._each(c.experts, drop)
+        self._each(leave)
 
-    def _best(self, start: int, count: int) -> Any:
-        """The place of the smallest of `count` keys, the lowest where there are several."""
-        best, place = register("uint32", name="best"), register("int32", name="place")
-        put(best, T.uint32(ALL))
-        put(place, T.int32(NOBODY))
+    def _best(self, keys: Any, count: int, most: int) -> Any:
+        """Whose key is the smallest, the lowest where there are several; below `most`."""
+        best = hold(_tree(T.min, [keys[index] for index in range(count)]), "uint32")
+        whole = least(best)
+        places = [T.Select(T.EQ(keys[index], whole), T.uint32(index * 32), T.uint32(NOBODY)) for index in range(count)]
+        own = hold(_tree(T.min, places), "uint32")
+        lowest = least(hold(own + T.Cast("uint32", self.lane), "uint32"))
+        return hold(T.Cast("int32", T.min(lowest, T.uint32(most - 1))), "int32")
 
-        def look(index):
-            key = hold(self.keys[self.first + start + index], "uint32")
-            put(place, T.Select(key < best[0], index, place[0]))
-            put(best, T.min(best[0], key))
-
-        self._each(count, look)
-        own = T.Select(T.EQ(best[0], least(best[0])), T.Cast("uint32", place[0]), T.uint32(NOBODY))
-        return hold(T.min(T.Cast("int32", least(hold(own, "uint32"))), T.int32(count - 1)), "int32")
-
-    def _take(self, expert: Any) -> None:
+    def _drop(self, keys: Any, count: int, chosen: Any) -> None:
         """Nobody chooses it again."""
-        do(T.cuda.warp_sync())
-        with T.If(self.lane < 1), T.Then():
-            T.buffer_store(self.keys, T.uint32(ALL), [self.first + expert])
-        do(T.cuda.warp_sync())
+        for index in range(count):
+            put(keys, T.Select(T.EQ(chosen, self.lane + index * 32), T.uint32(ALL), keys[index]), index)
+
+
+def _tree(join: Any, values: list[Any]) -> Any:
+    """All values joined, in as few steps after each other as can be."""
+    dtype = str(values[0].dtype) if hasattr(values[0], "dtype") else str(values[0].ty.dtype)
+    while len(values) > 1:
+        pairs = [hold(join(*values[i : i + 2]), dtype) for i in range(0, len(values) - 1, 2)]
+        values = pairs + values[len(pairs) * 2 :]
+    return values[0]
 
 
 def memory_views(memory: Any, words: int) -> tuple[Any, Any]:
