@@ -3,7 +3,7 @@
 128 heads do some 240 operations for each byte of the cache, as many as the chip does in the time that the byte takes. So the
 products are `wgmma`, which reads its operands from shared memory, and a block has 64 heads: the rows of one `wgmma`.
 
-A block takes tiles of 64 or 32 cache rows, in whatever blocks of the cache they lie. Two warpgroups multiply, one copies: the
+A block takes tiles of 64 cache rows, in whatever blocks of the cache they lie. Two warpgroups multiply and one copies: the
 first forms scores and weights, both add weights times latents, each for half of the columns. A tile is key and value
 at once; where its rotated part lay, the weights are left for the other warpgroup.
 """
@@ -23,33 +23,29 @@ from .values import COPY, LOG2_E, LOWEST, do, from_lane, hold, load, put, regist
 
 HEADS = 64
 """Heads of a block."""
+TILE = 64
+"""Cache rows of a tile."""
 LATENT, ROTATED = 512, 64
 """Columns that the kernel is made for: two halves that fill the registers of a warpgroup, and one panel."""
 PANELS = (LATENT + ROTATED) // 64
-LINE = 128
-"""Bytes of a panel's line: 64 columns, whose 16-byte chunks are swizzled by line as `wgmma` reads them."""
+PANEL = 64 * 128
+"""Bytes of a panel: 64 rows of 128 bytes, whose 16-byte chunks are swizzled by row as `wgmma` reads them."""
+STAGES = 2
 GROUPS = 2
 """Warpgroups that multiply; one more copies."""
 WARPS = 4 * (GROUPS + 1)
 REGISTERS = (232, 40)
 """Of a thread that multiplies, and of one that copies: 504 of the 512 that three warps of a quarter have."""
-SWIZZLE_64, SWIZZLE_128 = 2, 3
-"""The names that descriptors have for swizzles of lines of so many bytes."""
+SHARED_BYTES = (1 + STAGES) * PANELS * PANEL + STAGES * (HEADS * 4 + 16)
 
-
-def stages_of(tile: int) -> int:
-    """Tiles of so many rows that are on their way or in use: what fits beside the queries."""
-    return 2 * 64 // tile
-
-
-def shared_bytes(tile: int) -> int:
-    return PANELS * LINE * (HEADS + stages_of(tile) * tile) + stages_of(tile) * (HEADS * 4 + 16)
+SWIZZLE_128 = 3
+"""The name that descriptors have for that swizzle."""
 
 
 @dataclass(frozen=True)
 class LatentQuery:
     """A latent attention. query: its keys are the rotated parts, its values the latents, `q` the latent part of the queries;
-    rotated: [rows, heads, R]. live(first, end): see `live_parts`."""
+    rotated: [rows, heads, R]."""
 
     query: Query
     rotated: Any
@@ -67,11 +63,11 @@ class LatentQuery:
         return int(self.query.q.shape[2])
 
 
-def tiles_of(first: Any, end: Any, parts: int, tile: int) -> tuple[Any, Any, Any]:
+def tiles_of(first: Any, end: Any, parts: int) -> tuple[Any, Any, Any]:
     """(first tile, one behind the last, tiles of a part) of the cache rows first..end-1."""
-    first_tile = hold(T.floordiv(first, tile), "int32")
+    first_tile = hold(T.floordiv(first, TILE), "int32")
     # A row that starts behind its end has no tile: a tile without visible rows would count them all alike.
-    last_tile = hold(T.Select(first < end, T.floordiv(end + (tile - 1), tile), first_tile), "int32")
+    last_tile = hold(T.Select(first < end, T.floordiv(end + (TILE - 1), TILE), first_tile), "int32")
     return first_tile, last_tile, hold(T.floordiv(last_tile - first_tile + (parts - 1), parts), "int32")
 
 
@@ -85,12 +81,11 @@ def power_of_two(value: Any) -> Any:
 class LatentAttention:
     """One launch; leaves the parts in the query's scratch, those alone that have a tile. `emit_latent_combine` adds them."""
 
-    def __init__(self, env: Any, latent: LatentQuery, words: tuple[Any, Any], kind: str, tile: int):
+    def __init__(self, env: Any, latent: LatentQuery, words: tuple[Any, Any], kind: str):
         """words: latent and rotated queries as [rows, heads * columns / 2] words."""
-        self.rows, self.stages = tile, stages_of(tile)
         self.env, self.latent, self.query, self.words = env, latent, latent.query, words
         self.blocks = -(-latent.heads // HEADS)
-        self.scores_mma = f"wgmma.mma_async.sync.aligned.m64n{tile}k16.f32.{kind}.{kind}"
+        self.scores_mma = f"wgmma.mma_async.sync.aligned.m64n{TILE}k16.f32.{kind}.{kind}"
         self.values_mma = f"wgmma.mma_async.sync.aligned.m64n{LATENT // 2}k16.f32.{kind}.{kind}"
         self.kind = kind
 
@@ -106,7 +101,7 @@ class LatentAttention:
             self.part = hold(T.floormod(T.floordiv(at.block, self.blocks), parts), "int32", "part")
             self.row = hold(T.floordiv(at.block, self.blocks * parts), "int32", "row")
             self.sequence, self.first, self.end = query.span(self.row)
-            first_tile, last_tile, each = tiles_of(self.first, self.end, parts, self.rows)
+            first_tile, last_tile, each = tiles_of(self.first, self.end, parts)
             self.tile, self.stage, self.phase = (register("int32", name=name) for name in ("tile", "stage", "phase"))
             put(self.tile, first_tile + self.part * each)
             self.stop = hold(T.min(self.tile[0] + each, last_tile), "int32")
@@ -124,14 +119,14 @@ class LatentAttention:
 
     def _share(self) -> None:
         pool = SMEMPool()
-        self.q = pool.alloc((PANELS, HEADS * 8, 4), "uint32", align=1024)
-        self.tiles = pool.alloc((self.stages, PANELS, self.rows * 8, 4), "uint32", align=1024)
-        self.shrink = pool.alloc((self.stages, HEADS), "float32", align=16)
-        self.full = pool.alloc((self.stages,), "uint64", align=8)
-        self.empty = pool.alloc((self.stages,), "uint64", align=8)
+        self.q = pool.alloc((PANELS, PANEL // 16, 4), "uint32", align=1024)
+        self.tiles = pool.alloc((STAGES, PANELS, PANEL // 16, 4), "uint32", align=1024)
+        self.shrink = pool.alloc((STAGES, HEADS), "float32", align=16)
+        self.full = pool.alloc((STAGES,), "uint64", align=8)
+        self.empty = pool.alloc((STAGES,), "uint64", align=8)
         pool.commit()
         with T.If(T.And(T.EQ(self.at.warp, 0), T.EQ(self.at.lane, 0))), T.Then():
-            for stage in range(self.stages):
+            for stage in range(STAGES):
                 do(T.ptx.mbarrier.init.shared.b64(self.full.ptr_to([stage]), T.uint32(4 * 32)))
                 do(T.ptx.mbarrier.init.shared.b64(self.empty.ptr_to([stage]), T.uint32(4 * GROUPS)))
             do(T.ptx.fence.mbarrier_init.release.cluster())
@@ -139,8 +134,8 @@ class LatentAttention:
 
     def _advance(self) -> None:
         put(self.tile, self.tile[0] + 1)
-        put(self.phase, T.Select(T.EQ(self.stage[0], self.stages - 1), 1 - self.phase[0], self.phase[0]))
-        put(self.stage, T.Select(T.EQ(self.stage[0], self.stages - 1), T.int32(0), self.stage[0] + 1))
+        put(self.phase, T.Select(T.EQ(self.stage[0], STAGES - 1), 1 - self.phase[0], self.phase[0]))
+        put(self.stage, T.Select(T.EQ(self.stage[0], STAGES - 1), T.int32(0), self.stage[0] + 1))
 
     # -- the warps that copy -----------------------------------------------------------------------------------
 
@@ -148,13 +143,12 @@ class LatentAttention:
         """A quarter of a tile's rows for each warp. Rows that are not visible are replaced by one that is: their weight is
         zero, and nothing unknown is read."""
         lane, line = self.at.lane, register("int32", name="line")
-        quarter_rows = self.rows // 4
-        before = hold((self.at.warp - GROUPS * 4) * quarter_rows, "int32", "before")
+        before = hold((self.at.warp - GROUPS * 4) * (TILE // 4), "int32", "before")
         with T.While(self.tile[0] < self.stop):
-            token = T.min(T.max(self.tile[0] * self.rows + before + lane % quarter_rows, self.first), self.end - 1)
+            token = T.min(T.max(self.tile[0] * TILE + before + lane % (TILE // 4), self.first), self.end - 1)
             put(line, T.Cast("int32", self.query.line(self.sequence, hold(token, "int32"), 0)))
             do(T.cuda.mbarrier_wait(self.empty.ptr_to([self.stage[0]]), 1 - self.phase[0]))
-            with T.serial(0, quarter_rows // 8) as eight:
+            with T.serial(0, TILE // 4 // 8) as eight:
                 for i in range(8):
                     of_row = from_lane(line[0], eight * 8 + i, "int32")
                     place = (before + eight * 8 + i) * 8 + T.bitwise_xor(lane % 8, i)
@@ -179,64 +173,29 @@ class LatentAttention:
         self.head_row = hold(at.warp % 4 * 16 + T.floordiv(at.lane, 4), "int32", "head_row")
         self._load_query()
         self.sums = register("float32", LATENT // 4, "sums")
-        self.scores = register("float32", self.rows // 2, "scores")
+        self.scores = register("float32", TILE // 2, "scores")
         self.largest, self.total = register("float32", 2, "largest"), register("float32", 2, "total")
         zeros(self.sums, LATENT // 4)
         zeros(self.largest, 2, LOWEST)
         zeros(self.total, 2)
-        first = self.tiles.ptr_to([0, 0, 0, 0])
-        queries, keys = self._descriptor(self.q.ptr_to([0, 0, 0])), self._descriptor(first)
-        values = self._descriptor(first, apart=self.rows * LINE)
-        # A line of weights has as many columns as a tile has rows.
-        weights = self._descriptor(self.tiles.ptr_to([0, PANELS - 1, 0, 0]), line=self.rows * 2)
-        with T.If(T.EQ(self.group, 0)):
-            with T.Then():
-                self._lead(queries, keys, weights, values)
-            with T.Else():
-                self._follow(weights, values)
-        self._leave()
-
-    def _lead(self, queries: Any, keys: Any, weights: Any, values: Any) -> None:
-        """Scores of the next tile are asked for before the values of this one are there: the tensor cores go on."""
-        self._await_tile()
-        self._score(queries, keys)
+        queries = self._descriptor(self.q.ptr_to([0, 0, 0]))
+        keys = self._descriptor(self.tiles.ptr_to([0, 0, 0, 0]))
+        values = self._descriptor(self.tiles.ptr_to([0, 0, 0, 0]), panels=True)
         with T.While(self.tile[0] < self.stop):
-            do(T.ptx.wgmma.wait_group.sync.aligned(0))
-            self._ordered(self.scores, self.rows // 2)
-            self._weigh()
+            do(T.cuda.mbarrier_wait(self.full.ptr_to([self.stage[0]]), self.phase[0]))
             do(T.ptx.fence.proxy.async_.shared__cta())
+            before = hold(T.Cast("uint64", self.stage[0]) * T.uint64(PANELS * PANEL // 16), "uint64")
+            with T.If(T.EQ(self.group, 0)), T.Then():
+                self._score(queries, keys + before)
+                self._weigh()
+                do(T.ptx.fence.proxy.async_.shared__cta())
             do(T.ptx.bar.sync(1, GROUPS * 128))
-            self._add_values(weights, values)
-            done = hold(self.stage[0], "int32", "done")
+            weights = keys + before + T.uint64((PANELS - 1) * PANEL // 16)
+            self._add_values(weights, values + before)
+            with T.If(at.lane < 1), T.Then():
+                do(T.ptx.mbarrier.arrive.shared.b64(self.empty.ptr_to([self.stage[0]]), T.uint32(1)))
             self._advance()
-            with T.If(self.tile[0] < self.stop), T.Then():
-                self._await_tile()
-            self._score(queries, keys)  # behind the last tile they are of an old one, and nobody's
-            do(T.ptx.wgmma.wait_group.sync.aligned(1))
-            self._ordered(self.sums, LATENT // 4)
-            self._release(done)
-        do(T.ptx.wgmma.wait_group.sync.aligned(0))
-
-    def _follow(self, weights: Any, values: Any) -> None:
-        with T.While(self.tile[0] < self.stop):
-            self._await_tile()
-            do(T.ptx.bar.sync(1, GROUPS * 128))
-            self._add_values(weights, values)
-            do(T.ptx.wgmma.wait_group.sync.aligned(0))
-            self._ordered(self.sums, LATENT // 4)
-            self._release(self.stage[0])
-            self._advance()
-
-    def _await_tile(self) -> None:
-        do(T.cuda.mbarrier_wait(self.full.ptr_to([self.stage[0]]), self.phase[0]))
-        do(T.ptx.fence.proxy.async_.shared__cta())
-
-    def _release(self, stage: Any) -> None:
-        with T.If(self.at.lane < 1), T.Then():
-            do(T.ptx.mbarrier.arrive.shared.b64(self.empty.ptr_to([stage]), T.uint32(1)))
-
-    def _of_stage(self, descriptor: Any) -> Any:
-        return hold(descriptor + T.Cast("uint64", self.stage[0]) * T.uint64(PANELS * self.rows * LINE // 16), "uint64")
+        self._leave()
 
     def _load_query(self) -> None:
         """Heads that there are not are replaced by the last one and left out at the end."""
@@ -257,12 +216,11 @@ class LatentAttention:
         do(T.ptx.fence.proxy.async_.shared__cta())
         do(T.ptx.bar.sync(1, threads))
 
-    def _descriptor(self, address: Any, *, apart: int = 16, line: int = LINE) -> Any:
-        """Of a matrix whose lines of so many bytes lie one after the other. apart: bytes between panels, of one that is read
-        across its lines."""
+    def _descriptor(self, address: Any, *, panels: bool = False) -> Any:
+        """Of a matrix in panels: rows as they lie, or with `panels` its transpose, 64 columns a panel. In units of 16 bytes."""
         made = register("uint64")
-        swizzle = SWIZZLE_128 if line == 128 else SWIZZLE_64
-        do(T.cuda.wgmma.encode_matrix_descriptor(T.address_of(made[0]), address, apart // 16, line * 8 // 16, swizzle))
+        place = T.address_of(made[0])
+        do(T.cuda.wgmma.encode_matrix_descriptor(place, address, PANEL // 16 if panels else 1, 64, SWIZZLE_128))
         return made[0]
 
     def _ordered(self, target: Any, count: int) -> None:
@@ -271,24 +229,23 @@ class LatentAttention:
             do(T.ptx["mov.b32"](target[index], target[index]))
 
     def _score(self, queries: Any, keys: Any) -> None:
-        """Ask for the scores of the tile at hand."""
-        keys = self._of_stage(keys)
-        self._ordered(self.scores, self.rows // 2)
         do(T.ptx.wgmma.fence.sync.aligned())
-        scores = [self.scores[i] for i in range(self.rows // 2)]
+        scores = [self.scores[i] for i in range(TILE // 2)]
         for step in range(PANELS * 4):
-            of_queries, of_keys = (T.uint64((step // 4 * rows * LINE + step % 4 * 32) // 16) for rows in (HEADS, self.rows))
-            do(T.ptx[self.scores_mma](*scores, queries + of_queries, keys + of_keys, T.bool(step > 0), 1, 1, 0, 0))
+            ahead = T.uint64((step // 4 * PANEL + step % 4 * 32) // 16)
+            do(T.ptx[self.scores_mma](*scores, queries + ahead, keys + ahead, T.bool(step > 0), 1, 1, 0, 0))
         do(T.ptx.wgmma.commit_group.sync.aligned())
+        do(T.ptx.wgmma.wait_group.sync.aligned(0))
+        self._ordered(self.scores, TILE // 2)
 
     def _weigh(self) -> None:
         """The running largest of two heads a thread, and their weights where the rotated part lay."""
         at, scale = self.at, T.float32(self.query.scale * LOG2_E)
         for half in range(2):
-            mine = [block * 4 + half * 2 + i for block in range(self.rows // 8) for i in range(2)]
+            mine = [block * 4 + half * 2 + i for block in range(TILE // 8) for i in range(2)]
             top = self.largest[half]
             for index in mine:
-                token = self.tile[0] * self.rows + index // 4 * 8 + at.lane % 4 * 2 + index % 2
+                token = self.tile[0] * TILE + index // 4 * 8 + at.lane % 4 * 2 + index % 2
                 visible = T.And(token >= self.first, token < self.end)
                 put(self.scores, T.Select(visible, self.scores[index] * scale, T.float32(LOWEST)), index)
                 top = T.max(top, self.scores[index])
@@ -303,16 +260,13 @@ class LatentAttention:
             for index in mine:
                 put(self.scores, power_of_two(self.scores[index] - top), index)
                 put(self.total, self.total[half] + self.scores[index], half)
-            chunks = self.rows // 8
-            for block in range(chunks):
+            for block in range(TILE // 8):
                 pair, word = mine[block * 2], register("uint32")
                 do(T.ptx[f"cvt.rn.{self.kind}x2.f32"](word[0], self.scores[pair + 1], self.scores[pair]))
-                place = row * chunks + T.bitwise_xor(T.floordiv(row, 8 // chunks) % chunks, block)
+                place = row * 8 + T.bitwise_xor(row % 8, block)
                 T.buffer_store(self.tiles, word[0], [self.stage[0], PANELS - 1, place, at.lane % 4])
 
     def _add_values(self, weights: Any, values: Any) -> None:
-        """Ask for the weighted sum of the tile at hand."""
-        weights, values = self._of_stage(weights), self._of_stage(values)
         shrink = [hold(self.shrink[self.stage[0], self.head_row + half * 8]) for half in range(2)]
         moved = T.Or(shrink[0] < T.float32(1), shrink[1] < T.float32(1))
         with T.If(T.cuda.any_sync(T.uint32(0xFFFFFFFF), T.Cast("int32", moved)) > 0), T.Then():
@@ -321,11 +275,13 @@ class LatentAttention:
         self._ordered(self.sums, LATENT // 4)
         do(T.ptx.wgmma.fence.sync.aligned())
         sums = [self.sums[i] for i in range(LATENT // 4)]
-        half = hold(values + T.Cast("uint64", self.group) * T.uint64(LATENT // 128 * self.rows * LINE // 16), "uint64")
-        for step in range(self.rows // 16):
-            across, down = T.uint64(step * 32 // 16), T.uint64(step * 16 * LINE // 16)
+        half = hold(values + T.Cast("uint64", self.group) * T.uint64(LATENT // 128 * PANEL // 16), "uint64")
+        for step in range(TILE // 16):
+            across, down = T.uint64(step * 32 // 16), T.uint64(step * 16 * 128 // 16)
             do(T.ptx[self.values_mma](*sums, weights + across, half + down, T.bool(True), 1, 1, 0, 1))
         do(T.ptx.wgmma.commit_group.sync.aligned())
+        do(T.ptx.wgmma.wait_group.sync.aligned(0))
+        self._ordered(self.sums, LATENT // 4)
 
     def _leave(self) -> None:
         at, query = self.at, self.query
@@ -347,7 +303,7 @@ COMBINE_GROUPS = 4
 COMBINE_WARPS = COMBINE_GROUPS * LATENT // 4 // 32
 
 
-def emit_latent_combine(env: Any, latent: LatentQuery, tile: int, finish: Callable[[Any, Any, Any, Any], None]) -> None:
+def emit_latent_combine(env: Any, latent: LatentQuery, finish: Callable[[Any, Any, Any, Any], None]) -> None:
     """finish(row, head, column, value) with the sum of the parts that have a tile; zero where there is none. A block for each
     row and head, four columns of every fourth part a thread."""
     query, rows, heads, parts = latent.query, latent.rows, latent.heads, latent.query.parts
@@ -355,7 +311,7 @@ def emit_latent_combine(env: Any, latent: LatentQuery, tile: int, finish: Callab
         shared = T.alloc_buffer((COMBINE_GROUPS, LATENT), "float32", scope="shared")
         row, head = hold(T.floordiv(at.block, heads), "int32"), hold(T.floormod(at.block, heads), "int32")
         _, first, end = query.span(row)
-        first_tile, last_tile, each = tiles_of(first, end, parts, tile)
+        first_tile, last_tile, each = tiles_of(first, end, parts)
         live = hold(T.floordiv(last_tile - first_tile + each - 1, T.max(each, T.int32(1))), "int32", "live")
         thread = hold(at.warp * 32 + at.lane, "int32")
         group, column = hold(T.floordiv(thread, LATENT // 4), "int32"), hold(thread % (LATENT // 4) * 4, "int32")

@@ -13,11 +13,11 @@ from .latent import (
     HEADS,
     LATENT,
     ROTATED,
+    SHARED_BYTES,
     LatentAttention,
     LatentQuery,
     emit_latent_combine,
     emit_plain_latent,
-    shared_bytes,
 )
 from .shared import attend_end, attend_scratch, query_of, refuse_attend, state_of
 
@@ -35,22 +35,17 @@ class LatentWarpgroups(Kernel):
 
     @dataclass(frozen=True)
     class Params:
-        """parts: of a row's context, 0 fills the GPU once. small_tiles: of 32 cache rows instead of 64."""
+        """parts: of a row's context, 0 fills the GPU once."""
 
         parts: int = within(0, 0, 64)
-        small_tiles: bool = False
-
-        @property
-        def tile(self) -> int:
-            return 32 if self.small_tiles else 64
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
         arch = architecture_of(plan)
         if not arch.warpgroups:
             return f"{arch.name} has no wgmma"
-        if arch.shared_bytes < shared_bytes(params.tile):
-            return f"needs {shared_bytes(params.tile)} B of shared memory"
+        if arch.shared_bytes < SHARED_BYTES:
+            return f"needs {SHARED_BYTES} B of shared memory"
         (node,) = group.anchors[:1]
         q, rotated = (plan.circuit.types[name] for name in node.inputs[:2])
         state = next(state for state in plan.circuit.states if state.name == state_of(plan, node))
@@ -77,8 +72,8 @@ class LatentWarpgroups(Kernel):
         latent = latent_query(env, group, LatentWarpgroups.parts(env.plan, group, params))
         names = group.anchors[0].inputs[:2]
         words = (env.words(names[0]), env.words(names[1]))
-        LatentAttention(env, latent, words, env.plan.circuit.types[names[0]].dtype, params.tile).emit()
-        emit_latent_combine(env, latent, params.tile, attend_end(env, group, latent.query))
+        LatentAttention(env, latent, words, env.plan.circuit.types[names[0]].dtype).emit()
+        emit_latent_combine(env, latent, attend_end(env, group, latent.query))
 
 
 @kernel
