@@ -2,143 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import pytest
 import torch
 
 from circuitgraph.checkpoint import bind
 from circuitgraph.circuit.narrow import slice_entry
 from tests.compiled_calls import Interpreted, compile_entries
-from tests.fixture_cases import FIXTURES, Cache, Row, fixture_tensors, target_of
-
-NAME = "dflash_qwen3"
-MASK = 508
+from tests.fixture_cases import FIXTURES, target_of
+from tests.program_cases import (
+    DFLASH,
+    DFLASH_PROGRAMS,
+    after_context,
+    check_a_smaller_block,
+    check_catching_up,
+    check_context_and_block,
+    check_three_sequences,
+)
 
 
 @pytest.fixture(scope="module")
 def bound():
-    return bind("auto", model=FIXTURES / NAME, target_model=target_of(NAME))
+    return bind("auto", model=FIXTURES / DFLASH, target_model=target_of(DFLASH))
 
 
 @pytest.fixture(scope="module", params=["interpreted", "compiled"])
 def forward(request, bound, tmp_path_factory):
     if request.param == "interpreted":
         return Interpreted(bound.circuit)
-    pieces = [(entry, rows) for entry in ("draft", "logits") for rows in (5, 8, 24)]
-    return compile_entries(bound.circuit, [*pieces, *(("context", rows) for rows in (3, 13, 35))], tmp_path_factory.mktemp(NAME))
+    pieces = [(entry, rows) for entry, sizes in DFLASH_PROGRAMS.items() for rows in sizes]
+    return compile_entries(bound.circuit, pieces, tmp_path_factory.mktemp(DFLASH))
 
 
-@dataclass
-class Drafter:
-    """Calls a forward on one cache of some sequences."""
-
-    forward: object
-    weights: dict[str, torch.Tensor]
-    cache: Cache
-
-    def context(self, rows: list[tuple[int, int, torch.Tensor]]) -> None:
-        """(sequence, position, hiddens) of each row."""
-        call = self.cache.rows([Row(sequence, place, 0, aux) for sequence, place, aux in rows])
-        position = torch.tensor([place for _, place, _ in rows], dtype=torch.int32)
-        self.forward.run("context", {"aux": call.hidden, "position": position}, self.weights, {"kv": call.kv})
-
-    def block(self, starts: list[int], newest: list[int], size: int, end: int | None = None) -> dict[str, torch.Tensor]:
-        """A block of each sequence; [sequences, size, ...] of every output. `end`: see only so many rows."""
-        rows = [
-            Row(sequence, start + i, token if i == 0 else MASK, torch.zeros(1))
-            for sequence, (start, token) in enumerate(zip(starts, newest, strict=True))
-            for i in range(size)
-        ]
-        call = self.cache.rows(rows)
-        position = torch.tensor([row.index for row in rows], dtype=torch.int32)
-        length = torch.tensor([end or starts[row.sequence] + size for row in rows], dtype=torch.int32)
-        states = {"kv": replace(call.kv, length=length)}
-        inputs = {"token": call.token, "position": position}
-        made = {
-            **self.forward.run("logits", inputs, self.weights, states),
-            **self.forward.run("draft", inputs, self.weights, states),
-        }
-        return {name: value.unflatten(0, (len(starts), size)) for name, value in made.items()}
+@pytest.mark.parametrize(
+    "check",
+    [check_context_and_block, check_a_smaller_block, check_three_sequences, check_catching_up],
+    ids=lambda check: check.__name__,
+)
+def test_cases(check, forward, bound) -> None:
+    check(forward, bound.load_weights(positions=64), bound.circuit.states[0])
 
 
-def drafter(forward, bound, sequences: int = 1) -> Drafter:
-    return Drafter(forward, bound.load_weights(positions=64), Cache(bound.circuit.states[0], sequences=sequences, capacity=32))
-
-
-def close(got: torch.Tensor, want: torch.Tensor, bound: float = 1e-4) -> None:
-    torch.testing.assert_close(got.float().reshape(want.shape), want, rtol=0, atol=bound)
-
-
-def rows_of(cache: Cache, sequence: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [layers, rows, heads, dim]."""
-    slots = torch.tensor([cache._slot(sequence, index) for index in range(first, first + count)])
-    block, offset = slots // cache.block_size, slots % cache.block_size
-    return cache.k[:, block, :, offset].transpose(0, 1), cache.v[:, block, :, offset].transpose(0, 1)
-
-
-def after_context(forward, bound) -> tuple[Drafter, dict[str, torch.Tensor]]:
-    want = fixture_tensors(NAME)
-    made = drafter(forward, bound)
-    made.context([(0, place, aux) for place, aux in enumerate(want["ctx.aux"])])
-    return made, want
-
-
-def test_context_and_block(forward, bound) -> None:
-    made, want = after_context(forward, bound)
-    k, v = rows_of(made.cache, 0, 0, 13)
-    close(k, want["a.context.k"], 1e-5)
-    close(v, want["a.context.v"], 1e-5)
-    out = made.block([13], [int(want["ctx.tokens"][13])], 8)
-    close(out["last_hidden"], want["a.block.y"])
-    close(out["logits"][0, 1:], want["a.logits"])
-    close(out["logprob"][0, 1:], want["a.logprobs"])
-    assert out["draft"][0, 1:].tolist() == want["a.argmax"].tolist()
-    k, v = rows_of(made.cache, 0, 13, 8)
-    close(k, want["a.block.k"])
-    close(v, want["a.block.v"])
-    close(rows_of(made.cache, 0, 0, 13)[0], want["a.context.k"], 1e-5)
-
-
-def test_a_smaller_block(forward, bound) -> None:
-    made, want = after_context(forward, bound)
-    out = made.block([13], [int(want["ctx.tokens"][13])], int(want["b.block_size"]))
-    assert out["draft"][0, 1:].tolist() == want["b.tokens"].tolist()
-    close(out["logits"][0, 1:], want["b.logits"])
-    close(out["last_hidden"], want["b.y"])
-
-
-def test_three_sequences_of_unequal_context(forward, bound) -> None:
-    want = fixture_tensors(NAME)
-    made = drafter(forward, bound, sequences=3)
-    made.context([(s, place, aux) for s in range(3) for place, aux in enumerate(want[f"c.{s}.aux"])])
-    starts = [len(want[f"c.{s}.aux"]) for s in range(3)]
-    out = made.block(starts, [int(want[f"c.{s}.tokens"][-1]) for s in range(3)], 8)
-    for s, start in enumerate(starts):
-        assert out["draft"][s, 1:].tolist() == want[f"c.{s}.draft_tokens"].tolist()
-        close(out["logits"][s, 1:], want[f"c.{s}.draft_logits"])
-        close(out["last_hidden"][s], want[f"c.{s}.y"])
-        k, v = rows_of(made.cache, s, start - 1, 1)
-        close(k[:, 0], want[f"c.{s}.k_last"], 1e-5)
-        close(v[:, 0], want[f"c.{s}.v_last"], 1e-5)
-
-
-def test_catching_up(forward, bound) -> None:
-    """Two drafts accepted: three context rows overwrite the block's scratch, and the next block starts after them."""
-    made, want = after_context(forward, bound)
-    made.block([13], [int(want["ctx.tokens"][13])], 8)
-    made.context([(0, 13 + i, aux) for i, aux in enumerate(want["d.aux"])])
-    k, v = rows_of(made.cache, 0, 13, 3)
-    close(k, want["d.k"], 1e-5)
-    close(v, want["d.v"], 1e-5)
-    out = made.block([16], [int(want["d.bonus"])], 8)
-    assert out["draft"][0, 1:].tolist() == want["d.draft_tokens"].tolist()
-    close(out["logits"][0, 1:], want["d.draft_logits"])
-    close(out["last_hidden"], want["d.y"])
+def started(bound):
+    return after_context(Interpreted(bound.circuit), bound.load_weights(positions=64), bound.circuit.states[0])
 
 
 def test_scratch_that_stays_is_noticed(bound) -> None:
-    made, want = after_context(Interpreted(bound.circuit), bound)
+    made, want = started(bound)
     made.block([13], [int(want["ctx.tokens"][13])], 8)
     logits = made.block([16], [int(want["d.bonus"])], 8)["logits"][0, 1:]
     assert (logits - want["d.draft_logits"]).abs().max() > 0.05
@@ -146,7 +55,7 @@ def test_scratch_that_stays_is_noticed(bound) -> None:
 
 @pytest.mark.parametrize("wrong", ["causal", "k_norm", "order", "hidden_norm"])
 def test_a_wrong_drafter_is_noticed(wrong: str, bound) -> None:
-    made, want = after_context(Interpreted(bound.circuit), bound)
+    made, want = started(bound)
     newest = [int(want["ctx.tokens"][13])]
     if wrong == "causal":
         out = made.block([13], newest, 8, end=14)

@@ -17,8 +17,9 @@ from circuitgraph.errors import CheckpointError, ProgramError
 from circuitgraph.interpreter import interpret
 from circuitgraph.language import parse_circuit
 from tests.compiled_calls import Interpreted, compile_entries
-from tests.fixture_cases import FIXTURES, Cache, Cases, Row, fixture_tensors
+from tests.fixture_cases import FIXTURES, Cases, fixture_tensors
 from tests.fixture_cases import Interpreted as InterpretedForward
+from tests.program_cases import EAGLE3_PROGRAMS, check_eagle3, eagle3_drafts
 
 FOLDER = FIXTURES / "eagle3_llama"
 
@@ -133,38 +134,16 @@ def test_no_runner_drives_it_yet() -> None:
 # -- ids that leave are the target's -------------------------------------------------------------------------------
 
 
-def drafted(forward, weights, state, steps: int = 4) -> tuple[list[int], torch.Tensor]:
-    """Case b: a greedy chain after 13 rows; its tokens are fed back as they leave."""
-    tensors = fixture_tensors("eagle3_llama")
-    cache = Cache(state)
-    aux, tokens = tensors["ctx.aux"], tensors["ctx.tokens"]
-    context = cache.rows([Row(0, i, int(tokens[i + 1]), aux[i]) for i in range(13)])
-    given = {"token": context.token, "aux": context.hidden, "position": context.position}
-    forward.run("context", given, weights, {"kv": context.kv})
-    row, entry, name, made, logprobs = Row(0, 13, int(tokens[14]), aux[13]), "first", "aux", [], []
-    for _ in range(steps):
-        rows = cache.rows([row])
-        out = forward.run(entry, {"token": rows.token, name: rows.hidden, "position": rows.position}, weights, {"kv": rows.kv})
-        made.append(int(out["draft"]))
-        logprobs.append(out["logprob"])
-        row, entry, name = Row(0, row.index + 1, made[-1], out["next_hidden"][0].float()), "draft", "hidden"
-    return made, torch.cat(logprobs)
-
-
 @pytest.mark.parametrize("kind", ["interpreted", "compiled"])
 def test_drafts_are_ids_of_the_target(kind: str, tmp_path) -> None:
     bound = bind("auto", model=FOLDER, target_model=FOLDER / "target")
     weights = bound.load_weights(positions=64)
     assert weights["d2t"].dtype == torch.int64
-    pieces = [("first", 1), ("draft", 1), ("context", 13)]
+    pieces = [(entry, rows) for entry, sizes in EAGLE3_PROGRAMS.items() for rows in sizes]
     forward = compile_entries(bound.circuit, pieces, tmp_path) if kind == "compiled" else Interpreted(bound.circuit)
-    tokens, logprobs = drafted(forward, weights, bound.circuit.states[0])
-    want = fixture_tensors("eagle3_llama")
-    assert tokens == want["b.tokens"].tolist()
-    assert tokens != want["b.draft_ids"].tolist()
-    torch.testing.assert_close(logprobs, want["b.logprobs"], rtol=0, atol=1e-4)
-    wrong = {**weights, "d2t": weights["d2t"].roll(1)}
-    assert drafted(forward, wrong, bound.circuit.states[0])[0] != want["b.tokens"].tolist()
+    check_eagle3(forward, weights, bound.circuit.states[0])
+    with pytest.raises(AssertionError):
+        check_eagle3(forward, {**weights, "d2t": weights["d2t"].roll(1)}, bound.circuit.states[0])
 
 
 # -- names and layers ----------------------------------------------------------------------------------------------
@@ -185,7 +164,7 @@ def test_names_of_speculators_are_the_same_head(tmp_path) -> None:
 
     bound = changed_head(tmp_path / "head", renamed)
     assert bound.tensors["q_proj"].name == "layers.0.self_attn.q_proj.weight"
-    tokens, _ = drafted(Interpreted(bound.circuit), bound.load_weights(positions=64), bound.circuit.states[0])
+    tokens, _ = eagle3_drafts(Interpreted(bound.circuit), bound.load_weights(positions=64), bound.circuit.states[0])
     assert tokens == fixture_tensors("eagle3_llama")["b.tokens"].tolist()
 
 
@@ -221,7 +200,7 @@ def test_a_head_of_two_layers(kind: str, tmp_path) -> None:
         (tmp_path / f"code{scale}").mkdir()
         compiled = kind == "compiled"
         forward = compile_entries(bound.circuit, pieces, tmp_path / f"code{scale}") if compiled else Interpreted(bound.circuit)
-        runs[scale] = drafted(forward, bound.load_weights(positions=64), bound.circuit.states[0])
+        runs[scale] = eagle3_drafts(forward, bound.load_weights(positions=64), bound.circuit.states[0])
     assert runs[0.0][0] == want["b.tokens"].tolist()
     torch.testing.assert_close(runs[0.0][1], want["b.logprobs"], rtol=0, atol=1e-4)
     assert (runs[1.0][1] - want["b.logprobs"]).abs().max() > 1e-2

@@ -15,9 +15,9 @@ from circuitgraph.checkpoint import bind
 from circuitgraph.errors import CheckpointError
 from tests.compiled_calls import Interpreted, compile_entries
 from tests.fixture_cases import FIXTURES, fixture_tensors
+from tests.program_cases import MEDUSA_CASES, MEDUSA_PROGRAMS, check_medusa, medusa_hiddens
 
 FOLDER = FIXTURES / "medusa1"
-CASES = ("a", "b", "c", "d")
 
 
 @cache
@@ -32,39 +32,14 @@ def heads(request, tmp_path_factory):
     if request.param == "interpreted":
         forward = Interpreted(model.circuit)
     else:
-        pieces = [(entry, rows) for entry in ("draft", "logits") for rows in (1, 3)]
+        pieces = [(entry, rows) for entry, sizes in MEDUSA_PROGRAMS.items() for rows in sizes]
         forward = compile_entries(model.circuit, pieces, tmp_path_factory.mktemp("medusa"))
     return lambda entry, hidden: forward.run(entry, {"hidden": hidden.contiguous()}, weights, {})
 
 
-def hiddens_of(case: str, want: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The target's hiddens of a case, a row each."""
-    if case == "c":
-        return torch.stack([want[f"c.{i}.hidden"] for i in range(3)])
-    return want["d.hiddens" if case == "d" else "ctx.hiddens"][-1:]
-
-
-def expected_of(case: str, want: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [rows, heads, V] and drafts [rows, heads]; case c has those of the first 3 heads."""
-    if case == "c":
-        return tuple(torch.stack([want[f"c.{i}.draft_{what}"] for i in range(3)]) for what in ("logits", "tokens"))  # type: ignore[return-value]
-    names = {"a": ("a.logits", "a.argmax"), "b": ("b.logits", "b.tokens"), "d": ("d.draft_logits", "d.draft_tokens")}[case]
-    return want[names[0]][None], want[names[1]][None]
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", MEDUSA_CASES)
 def test_cases(case: str, heads) -> None:
-    want = fixture_tensors("medusa1")
-    hidden = hiddens_of(case, want)
-    logits, tokens = expected_of(case, want)
-    some = logits.shape[1]
-    drafted = heads("draft", hidden)
-    assert drafted["draft"].shape == (len(hidden), 4)
-    assert drafted["draft"][:, :some].tolist() == tokens.tolist()
-    torch.testing.assert_close(heads("logits", hidden)["logits"][:, :some], logits, rtol=0, atol=1e-4)
-    torch.testing.assert_close(drafted["logprob"][:, :some], logits.log_softmax(-1).amax(-1), rtol=0, atol=1e-4)
-    if case == "a":
-        torch.testing.assert_close(drafted["logprob"][0], want["a.logprob"], rtol=0, atol=1e-4)
+    check_medusa(case, heads)
 
 
 def test_heads_are_counted_in_the_file_and_sizes_are_the_targets() -> None:
@@ -81,7 +56,7 @@ def test_heads_are_counted_in_the_file_and_sizes_are_the_targets() -> None:
 def test_a_wrong_head_is_noticed(wrong: str) -> None:
     model, weights = bound()
     want = fixture_tensors("medusa1")
-    hidden = hiddens_of("a", want)
+    hidden = medusa_hiddens("a", want)
     changed = dict(weights)
     if wrong == "bias":
         changed["head_1.blocks_0.bias"] = torch.zeros_like(weights["head_1.blocks_0.bias"])
@@ -106,7 +81,7 @@ def test_heads_of_two_residual_blocks(tmp_path: Path) -> None:
     deep = bind("auto", model=model)
     assert "head_3.blocks_1.bias" in {weight.name for weight in deep.circuit.weights}
     want = fixture_tensors("medusa1")
-    logits = Interpreted(deep.circuit).run("logits", {"hidden": hiddens_of("a", want)}, deep.load_weights(), {})["logits"]
+    logits = Interpreted(deep.circuit).run("logits", {"hidden": medusa_hiddens("a", want)}, deep.load_weights(), {})["logits"]
     torch.testing.assert_close(logits[0], want["a.logits"], rtol=0, atol=1e-4)
 
 

@@ -190,7 +190,9 @@ def test_only_activated_experts_count(rows: int) -> None:
     assert moved < min(32, 10 * rows) * expert + 16 * 2**20
 
 
-@pytest.mark.parametrize("attrs", [{}, {"scoring": "sigmoid"}, {"scoring": "sigmoid", "groups": 4, "kept": 2}, {"groups": 4, "kept": 2}])
+@pytest.mark.parametrize(
+    "attrs", [{}, {"scoring": "sigmoid"}, {"scoring": "sigmoid", "groups": 4, "kept": 2}, {"groups": 4, "kept": 2}]
+)
 @pytest.mark.parametrize("corrected", [False, True])
 def test_a_margin_is_what_a_choice_stands(attrs, corrected):
     """Logits that change by less than it leave the choice as it is; a change of a few margins does not, for most rows."""

@@ -156,11 +156,16 @@ def _steps(
     return row, beside, alone
 
 
-def device_case(circuit: Circuit, n: int, context: int, device: torch.device, max_position: int | None) -> Case:
-    """n sequences of `context` rows each, as `make_case` lays them out, on the device."""
+def device_case(
+    circuit: Circuit, n: int, context: int, device: torch.device, max_position: int | None, *, block: int = 1
+) -> Case:
+    """n rows of sequences with `context` rows each, as `make_case` lays them out, on the device. `block` rows of a sequence see
+    each other."""
     generator = torch.Generator().manual_seed(n)
-    spans = [Span(context)] * n
+    spans = [Span(context, block)] * (n // block)
     case = make_case(circuit, n, spans, block_size=BLOCK_SIZE, generator=generator, poison=False, max_position=max_position)
+    for cache in case.caches.values():
+        cache.length.fill_(context + block)
     return on_device(case, device)
 
 
@@ -214,9 +219,16 @@ def newest_graph(runner: CompiledRunner) -> Callable[[], object]:
 
 
 def step_bytes(
-    circuit: Circuit, weights: Mapping[str, torch.Tensor], n: int, context: int, experts: Mapping[str, int] | None = None
+    circuit: Circuit,
+    weights: Mapping[str, torch.Tensor],
+    n: int,
+    context: int,
+    experts: Mapping[str, int] | None = None,
+    *,
+    block: int = 1,
 ) -> int:
-    """What one step of n rows has to move: every weight once (of an embedding n rows), the cache rows, the new ones.
+    """What one step of n rows has to move: every weight once (of an embedding n rows), the cache rows of each sequence, which
+    has `block` rows of the step, and the new ones.
 
     experts: how many of a stack of experts have rows, by the weight's name; the others are not read.
     """
@@ -233,8 +245,9 @@ def step_bytes(
         elif tensor.data_ptr() not in counted:
             counted.add(tensor.data_ptr())
             moved += _part(tensor.nbytes, tensor, (experts or {}).get(weight.name))
-    attends = any(node.op == "attention" for node in circuit.nodes)
-    return moved + sum(state.bytes_per_row() for state in circuit.states) * n * (context + 1 if attends else 1)
+    attends = any(node.op in ("attention", "latent_attention") for node in circuit.nodes)
+    rows = n // block * context + n if attends else n
+    return moved + sum(state.bytes_per_row() for state in circuit.states) * rows
 
 
 def _part(whole: int, stack: torch.Tensor, count: int | None) -> int:

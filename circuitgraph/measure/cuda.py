@@ -131,8 +131,8 @@ def bench_cuda(
 def _widths(artifact: Artifact, plan: GpuPlan, where: str) -> list[int]:
     """Raises ArtifactError for widths, among those for peers, that were not compiled, and for unknown parts."""
     manifest = artifact.manifest
-    sequences = {entry.name for entry in manifest.circuit.entries if entry.rows == "sequences"}
-    compiled = sorted({function.rows for function in manifest.functions.values() if function.entry in sequences})
+    drafting = {entry.name for entry in manifest.circuit.entries if entry.rows != "context"}
+    compiled = sorted({function.rows for function in manifest.functions.values() if function.entry in drafting})
     hint = f"Compiled: {', '.join(map(str, compiled)) or 'none'}."
     faults = [
         Fault(f"has no program for {rows} rows", where=where, hint=hint)

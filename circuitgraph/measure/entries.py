@@ -1,5 +1,5 @@
-"""GPU times of a drafter's entries one by one: for programs whose first step starts elsewhere than its later ones
-(EAGLE-3), which no runner chains yet. The compiled functions are called directly, as a graph of their own."""
+"""GPU times of a drafter's entries one by one: for programs whose first step starts elsewhere than its later ones (EAGLE-3), or
+that draft all tokens at once (DFlash, Medusa). The compiled functions are called directly, as a graph of their own."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from ..artifact.manifest import Manifest
 from ..circuit.ir import Circuit
 from ..circuit.narrow import slice_entry
 from .calls import PreparedCall, workspace_of
+from .cases import Case
 from .chains import Ceiling, device_case, step_bytes
 from .gpu import record
 from .gpu_plan import GpuPlan
 from .peers import TorchEagle3Head
+from .peers_at_once import TorchDflash, TorchMedusa
 from .peers_gpu import graphed_peers
 from .report import Column, Section, microseconds, percent, ratio
 from .truth import check_draft, reference
@@ -23,12 +25,18 @@ from .truth import check_draft, reference
 if TYPE_CHECKING:
     from .cuda import Observer
 
-STEPS = ("first", "draft")
+BLOCK = 16
+"""Rows of a sequence in an entry of block rows."""
 
 
 def chains_itself(circuit: Circuit) -> bool:
     """Whether one entry drafts a whole chain: it takes the hidden that it makes."""
-    return any(item.name == "hidden" for item in circuit.inputs)
+    return any(item.name == "hidden" for item in circuit.inputs) and "next_hidden" in dict(circuit.outputs)
+
+
+def block_of(circuit: Circuit, entry: str) -> int:
+    """Rows of the entry that one sequence has."""
+    return BLOCK if circuit.entry(entry).rows == "block" else 1
 
 
 def measure(
@@ -40,7 +48,9 @@ def measure(
     plan: GpuPlan,
     tell: Observer,
 ) -> dict[str, Section]:
-    pairs = [(entry, n) for entry in STEPS for n in widths if n in manifest.widths(entry)]
+    whole = manifest.circuit
+    drafting = [entry.name for entry in whole.entries if entry.rows != "context" and "draft" in entry.outputs]
+    pairs = [(entry, n) for entry in drafting for n in widths if n in manifest.widths(entry) and n % block_of(whole, entry) == 0]
     rows = []
     for done, (entry, n) in enumerate(pairs):
         tell(f"{entry} {n}", done, len(pairs))
@@ -53,24 +63,45 @@ def measure(
         Column("MB", "bytes", lambda value: f"{value / 1e6:.0f}"),
         Column("GB/s", "gb_per_s", lambda value: f"{value:.0f}"),
         Column("of read", "of_read", percent),
-        Column("n runs of n=1 us", "single_runs_us", microseconds),
+        Column("one by one us", "single_runs_us", microseconds),
         Column("ours", "over_singles", ratio),
     ]
     for name in names:
         header = f"{name.replace('.', ' ')} us"  # breaks into short lines
         columns += [Column(header, f"{name} us", microseconds), Column("ours", f"{name} ratio", ratio)]
     columns += [Column("equal drafts", "equal_drafts"), Column("error", "error", lambda value: f"{value:.1e}")]
-    said = "The compiled function of each entry alone, without a runner around it; the same head in torch as CUDA graphs."
+    said = "The compiled function of each entry alone, without a runner around it; the same head in torch as CUDA graphs. "
+    said += f"n rows are n sequences, or where a block drafts at once, blocks of {BLOCK}. One by one: a call for each sequence."
     return {"steps": Section("Draft steps", said, tuple(columns), ceiling.shares(rows))}
+
+
+def peer_of(
+    whole: Circuit, weights: Mapping[str, torch.Tensor], case: Case, entry: str, context: int
+) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]] | None:
+    """The same head in torch with the case's cache, and its arguments."""
+    inputs = {name: value if value.is_floating_point() else value.long() for name, value in case.inputs.items()}
+    cache = next(iter(case.caches.values()), None)
+    if whole.name == TorchMedusa.PROGRAM:
+        return TorchMedusa(whole, weights).eval(), (inputs["hidden"],)
+    if whole.name == TorchDflash.PROGRAM and cache is not None:
+        block = TorchDflash(whole, weights, case.rows, context, block_of(whole, entry)).eval()
+        block.take_cache(cache)
+        return block, (inputs["token"], inputs["position"])
+    if whole.name == TorchEagle3Head.PROGRAM and cache is not None:
+        head = TorchEagle3Head(whole, weights, case.rows, context, first=entry == "first").eval()
+        head.take_cache(cache)
+        return head, (inputs["token"], inputs["aux" if entry == "first" else "hidden"], inputs["position"])
+    return None
 
 
 def _row(manifest: Manifest, functions, weights, ceiling: Ceiling, entry: str, n: int, plan: GpuPlan) -> dict[str, Any]:
     circuit = slice_entry(manifest.circuit, entry)
     positions = min((weights[f"{table.name}.cos"].shape[0] for table in circuit.tables), default=None)
+    block = block_of(manifest.circuit, entry)
     device = next(iter(weights.values())).device
 
     def prepared(rows: int):
-        case = device_case(circuit, rows, plan.context, device, positions)
+        case = device_case(circuit, rows, plan.context, device, positions, block=block)
         function = manifest.function(entry, rows)
         caches = case.copy_caches()
         call = PreparedCall(
@@ -87,22 +118,21 @@ def _row(manifest: Manifest, functions, weights, ceiling: Ceiling, entry: str, n
     call()
     whole = manifest.circuit
     meant = reference(whole, entry, case, weights, case.copy_caches())
-    checked = check_draft(f"{entry} {n}", whole.act, call.outputs, meant)
+    offsets = next((weights[node.inputs[1]] for node in circuit.nodes if node.op == "target_ids"), None)
+    checked = check_draft(f"{entry} {n}", whole.act, call.outputs, meant, offsets=offsets)
     calls = {"step": record(call)}
-    if n > 1 and 1 in manifest.widths(entry):
-        single = record(prepared(1)[1])
-        calls["singles"] = lambda: [single() for _ in range(n)]
+    if n > block and block in manifest.widths(entry):
+        single = record(prepared(block)[1])
+        calls["singles"] = lambda: [single() for _ in range(n // block)]
     peers: dict[str, Callable[[], object]] = {}
-    if plan.with_peers(n) and whole.name == TorchEagle3Head.PROGRAM:
-        head = TorchEagle3Head(whole, weights, n, plan.context, first=entry == "first").eval()
-        head.take_cache(next(iter(case.caches.values())))
-        hidden = case.inputs["aux" if entry == "first" else "hidden"]
-        arguments = (case.inputs["token"].long(), hidden, case.inputs["position"].long())
+    peer = peer_of(whole, weights, case, entry, plan.context) if plan.with_peers(n) else None
+    if peer is not None:
+        head, arguments = peer
         checked["peer_drafts_equal"] = int((head(*arguments)[0] == meant["draft"]).sum())
         peers = graphed_peers(head, arguments, plan.modes)
     del meant
     times = ceiling.take_turns({**calls, **peers}, plan.rounds)
-    moved = step_bytes(circuit, weights, n, plan.context)
+    moved = step_bytes(circuit, weights, n, plan.context, block=block)
     row = {"entry": entry, "n": n, "step_us": times["step"], "bytes": moved, "gb_per_s": moved / times["step"] / 1e3}
     if "singles" in times:
         row |= {"single_runs_us": times["singles"], "over_singles": times["singles"] / times["step"]}

@@ -46,15 +46,20 @@ class _TorchHead(torch.nn.Module):
         return F.scaled_dot_product_attention(q[:, :, None], self.k, self.v, scale=self.scale, enable_gqa=True)[:, :, 0]
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        rotary = 2 * cos.shape[-1]
-        head, rest = x[..., :rotary].float(), x[..., rotary:]
-        if self.facts["rope_style"] == "half":
-            a, b = head.chunk(2, dim=-1)
-            turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-        else:
-            a, b = head[..., 0::2], head[..., 1::2]
-            turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-        return torch.cat([turned.to(x.dtype), rest], dim=-1)
+        return rotated(x, cos, sin, str(self.facts["rope_style"]))
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, style: str = "half") -> torch.Tensor:
+    """RoPE on the first columns of x."""
+    rotary = 2 * cos.shape[-1]
+    head, rest = x[..., :rotary].float(), x[..., rotary:]
+    if style == "half":
+        a, b = head.chunk(2, dim=-1)
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    else:
+        a, b = head[..., 0::2], head[..., 1::2]
+        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+    return torch.cat([turned.to(x.dtype), rest], dim=-1)
 
 
 class TorchMtpHead(_TorchHead):
@@ -206,6 +211,7 @@ class TorchEagle3Head(_TorchHead):
         self.w.update({name: weights[name].to(torch.bfloat16) for name in names})
         self.w["qkv"] = torch.cat([weights[f"{name}_proj"].to(torch.bfloat16) for name in ("q", "k", "v")])
         self.w["gate_up"] = torch.cat([weights[f"ffn.{name}_proj"].to(torch.bfloat16) for name in ("gate", "up")])
+        self.offsets = weights.get("d2t")
 
     def forward(self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, ...]:
         facts, w, n = self.facts, self.w, self.rows
@@ -222,7 +228,8 @@ class TorchEagle3Head(_TorchHead):
         y = self._norm(x, "norm_weight")
         logits = F.linear(y, w["lm_head"]).float()  # type: ignore[arg-type]
         best = logits.max(dim=-1)
-        return best.indices, best.values - logits.logsumexp(dim=-1), y if facts["recycle"] == "post_norm" else x
+        draft = best.indices if self.offsets is None else best.indices + self.offsets[best.indices]
+        return draft, best.values - logits.logsumexp(dim=-1), y if facts["recycle"] == "post_norm" else x
 
 
 def peer_heads(circuit: Circuit, weights: Mapping[str, torch.Tensor], rows: int, context: int) -> dict[str, TorchMtpHead]:
@@ -237,11 +244,11 @@ def peer_heads(circuit: Circuit, weights: Mapping[str, torch.Tensor], rows: int,
     return {}
 
 
-def contiguous_rows(cache: PagedKV, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `context` rows of every row's sequence, [n, heads, context, dim] each, copied out of layer 0."""
+def contiguous_rows(cache: PagedKV, context: int, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `context` rows of every row's sequence, [n, heads, context, dim] each, copied out of one layer."""
     place = cache.start[cache.seq.long()].long()[:, None] + torch.arange(context, device=cache.k.device)
     block = cache.table[cache.seq.long()].long().gather(1, place // cache.block_size)
-    k, v = (storage[0][block, :, place % cache.block_size].transpose(1, 2) for storage in (cache.k, cache.v))
+    k, v = (storage[layer][block, :, place % cache.block_size].transpose(1, 2) for storage in (cache.k, cache.v))
     return k.contiguous(), v.contiguous()
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..pipeline import Observer
 
 HERE = Path(__file__).parent
+DFLASH = {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,25 @@ SHAPES = {
                 "draft_vocab_size": 32000,
             },
             entries=("first", "draft", "context"),
-            # Own ids: the CUDA target has no kernel for `target_ids`.
-            switches={"ids": "own"},
+        ),
+        # DFlash of Qwen3-8B: five layers, blocks of 16 rows.
+        Shape(
+            "dflash-qwen3-8b",
+            "dflash",
+            "dflash_qwen3",
+            {"num_hidden_layers": 5, "vocab_size": 151936, "dflash_config": DFLASH},
+            context_rows=(16, 32, 64, 128),
+            entries=("draft", "context"),
+        ),
+        # Medusa-1 of Vicuna-7B.
+        Shape("medusa1-7b", "medusa", "medusa1", {"vocab_size": 32000}, context_rows=(), entries=("draft",)),
+        # DeepSeek-V3's own MTP layer.
+        Shape(
+            "deepseek-v3",
+            "mtp_mla",
+            "deepseek_v3_mtp",
+            {"vocab_size": 129280, "n_routed_experts": 256},
+            entries=("draft", "context"),
         ),
         # One layer's attention at the heads of both 8B shapes.
         Shape(
@@ -125,6 +143,16 @@ SHAPES = {
             str(HERE / "attend_family.yaml"),
             {},
             widths=(1, 8),
+            context_rows=(),
+            entries=("attend",),
+        ),
+        # One layer's latent attention at DeepSeek-V3's heads.
+        Shape(
+            "latent-attention",
+            str(HERE / "latent_attend.yaml"),
+            str(HERE / "latent_attend_family.yaml"),
+            {},
+            widths=(1, 2, 4, 8),
             context_rows=(),
             entries=("attend",),
         ),
@@ -155,7 +183,7 @@ def state_storage(program: str | Path, storage: Mapping[str, str], file: Path, *
     if not storage:
         return program
     circuit = bind(program, **options).circuit
-    first = {"linear": slice(1, 2), "experts": slice(3, None)}
+    first = {"linear": slice(1, 2), "head_linear": slice(1, 2), "experts": slice(3, None)}
     names = dict.fromkeys(name for node in circuit.nodes if node.op in first for name in node.inputs[first[node.op]])
     found = {name: next((text for pattern, text in storage.items() if fnmatch(name, pattern)), "") for name in names}
     stated = circuit.with_storage({name: Storage.parse(text) for name, text in found.items() if text})

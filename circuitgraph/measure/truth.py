@@ -48,13 +48,15 @@ def check_draft(
     made: Mapping[str, torch.Tensor],
     meant: Mapping[str, torch.Tensor],
     sure: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
 ) -> dict[str, float]:
-    """{equal_drafts, error} of a step against the reference.
+    """{equal_drafts, error} of a step against the reference. The error is of the hidden, or where there is none of the scores.
 
     A draft may be another token than the reference's where the logits of both are within rounding, if there are any.
 
     Args:
         sure: bool[n], the rows to compare; all when left out. See `routing.sure_rows`.
+        offsets: what `target_ids` added to the head's own ids, which logits are of.
 
     Raises:
         CircuitgraphError: the hidden is off, or a draft is not among the best tokens.
@@ -65,14 +67,16 @@ def check_draft(
         made, meant = ({name: value[sure] for name, value in values.items()} for values in (made, meant))
         if not len(made["draft"]):
             return {"equal_drafts": equal, "error": float("nan")}
-    error = relative_error(made["next_hidden"], meant["next_hidden"])
+    judged_by = "next_hidden" if "next_hidden" in meant else "logprob"
+    error = relative_error(made[judged_by], meant[judged_by])
     logits = meant["logits"].float() if "logits" in meant else None
     draft = made["draft"].long()
     if logits is None:
         close = bool((draft == meant["draft"]).all())
     else:
-        known = bool(((draft >= 0) & (draft < logits.shape[1])).all())
-        gap = logits.amax(-1) - logits.gather(1, draft.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+        own = draft if offsets is None else own_ids(draft, offsets)
+        known = bool(((own >= 0) & (own < logits.shape[-1])).all())
+        gap = logits.amax(-1) - logits.gather(-1, own.clamp(0, logits.shape[-1] - 1)[..., None])[..., 0]
         close = known and bool((gap <= 8 * limit * logits.std(-1)).all())
     if not error < limit or not close:  # NaN fails, too
         got = f"error {error:.2g}, drafts {made['draft'].tolist()}"
@@ -80,6 +84,13 @@ def check_draft(
         hint = "Nothing was timed: a program that is wrong may be fast."
         raise CircuitgraphError(Fault("differs from the reference", where=subject, expected=expected, got=got, hint=hint))
     return {"equal_drafts": equal, "error": error}
+
+
+def own_ids(ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Which of a head's own ids `target_ids` made these of, -1 where of none."""
+    targets = offsets + torch.arange(len(offsets), device=offsets.device)
+    found = ids.long()[..., None] == targets
+    return torch.where(found.any(-1), found.int().argmax(-1), -1)
 
 
 def check_context(

@@ -118,10 +118,12 @@ def random_weights(manifest: Manifest, device: torch.device | str, *, every: boo
             tensors = random_packed(weight, generator)
             weights.update((value.name, tensor) for value, tensor in zip(weight.tensors(), tensors, strict=True))
             continue
-        if not TORCH_DTYPES[spec.dtype].is_floating_point:
-            weights[name] = torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
-            continue
-        if spec.tensor not in made:
+        if spec.tensor not in made and not TORCH_DTYPES[spec.dtype].is_floating_point:
+            # Offsets that rise: ids of a smaller vocabulary to others of the model's.
+            steps = torch.randint(0, 2, spec.shape, generator=generator, device=device)
+            room = max(manifest.model.vocab_size - spec.shape[-1], 0)
+            made[spec.tensor] = steps.cumsum(-1).clamp(max=room).to(TORCH_DTYPES[spec.dtype])
+        elif spec.tensor not in made:
             values = torch.randn(spec.shape, generator=generator, device=device, dtype=TORCH_DTYPES[spec.dtype])
             # Matrices keep the size of what they project; vectors are norms (or biases), which vary around 1.
             made[spec.tensor] = values * spec.shape[-1] ** -0.5 if len(spec.shape) > 1 else 1 + 0.1 * values

@@ -32,8 +32,9 @@ def test_no_architecture_falls_to_plain_kernels_alone(case):
     wanted = kernels(DEFAULT, case)
     for arch in ARCHITECTURES:
         for key, kernel in kernels(arch, case).items():
-            # What streams through 227 KB of shared memory may need tiles where there are 99.
-            assert kernel == wanted[key] or kernel == wanted[key].replace("_stream", "_tiles"), (arch, key)
+            # What streams through 227 KB of shared memory may need tiles where there are 99; only Hopper has wgmma.
+            other = {"latent_warpgroups": "latent_plain"}.get(wanted[key], wanted[key].replace("_stream", "_tiles"))
+            assert kernel in (wanted[key], other), (arch, key)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

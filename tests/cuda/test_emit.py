@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 
 from circuitgraph.errors import ScheduleError
 from circuitgraph.kernels.base import KERNELS, make_params
-from circuitgraph.kernels.cuda import stream_templates, templates
+from circuitgraph.kernels.cuda import latent_templates, stream_templates, templates
 from circuitgraph.kernels.cuda.backend import make_backend
 from circuitgraph.kernels.cuda.build import units_of
 from circuitgraph.kernels.cuda.stream import Geometry, geometry
@@ -108,6 +108,11 @@ REPRESENTATIVE = {
     "odd_storage": ("draft_2",),
     "products_bf16": ("products_16",),
     "fixture_qwen3_5_mtp": ("draft_3",),
+    "direct_eagle3": ("first_1", "draft_8"),
+    "direct_medusa": ("draft_8", "logits_1"),
+    "direct_dflash": ("draft_16",),
+    "latent_bf16": ("draft_1", "draft_33"),
+    "latent_odd_f32": ("draft_3", "context_5"),
     "mixture_bf16": ("apply_1", "apply_16", "apply_33"),
     "mixture_fp8": ("apply_8",),
     "mixture_wide": ("apply_64",),
@@ -117,6 +122,7 @@ REPRESENTATIVE = {
 """Programs of tests.gpu.pack.CASES that reach every template, and what templates do beside their rule."""
 
 ON_THE_WAY = {
+    "emit_latent_combine": latent_templates,
     "emit_copy": templates,
     "emit_combine": templates,
     "emit_add_parts": stream_templates,

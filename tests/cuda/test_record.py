@@ -17,8 +17,7 @@ HINT = "The kernels differ from those that ran on a GPU: run tests/gpu again wit
 
 def functions_of(case) -> expected.Functions:
     """As the manifest of the case's artifact has them."""
-    rows = {entry: case.context_rows if entry == "context" else case.widths for entry in case.entries}
-    return {f"{entry}_{n}": (entry, n) for entry in case.entries for n in rows[entry]}
+    return {f"{entry}_{n}": (entry, n) for entry in case.entries for n in case.rows(entry)}
 
 
 ARTIFACTS = {case.name: functions_of(case) for case in CASES}

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 import torch
 
+from circuitgraph.circuit.ir import Circuit
 from circuitgraph.interpreter import interpret
 from circuitgraph.measure.cases import Case, Span, make_case
 from circuitgraph.measure.routing import sure_rows
@@ -36,8 +38,19 @@ def has_entry(runner: CompiledRunner, entry: str) -> bool:
     return any(function.entry == entry for function in runner.manifest.functions.values())
 
 
+class Callee(Protocol):
+    """What a situation is made for."""
+
+    @property
+    def circuit(self) -> Circuit: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def max_position(self) -> int: ...
+
+
 def situation(
-    runner: CompiledRunner,
+    runner: Callee,
     entry: str,
     rows: int,
     seed: int,
@@ -50,13 +63,17 @@ def situation(
     live = rows - 1 if rows > 1 else 1
     if spans is not None:
         spans = list(spans)
-    elif runner.circuit.entry(entry).rows == "context":
+    elif runner.circuit.entry(entry).rows != "sequences":
         first = live // 2
         spans = [Span(CONTEXTS[seed % 10], live - first, seed % 3), *([Span(5, first)] if first else [])]
     else:
         spans = [Span(CONTEXTS[(seed + i) % 10] if context is None else context, 1, (seed + i) % 3) for i in range(live)]
     block_size = (4, 16, 1, 64)[seed % 4]
     case = make_case(runner.circuit, rows, spans, block_size=block_size, generator=generator, max_position=runner.max_position)
+    if runner.circuit.entry(entry).rows == "block":
+        for cache in case.caches.values():  # the rows of a sequence see each other
+            ends = [int(cache.length[: case.live][cache.seq[: case.live] == seq].max()) for seq in range(len(spans))]
+            cache.length[: case.live] = torch.tensor(ends, dtype=torch.int32)[cache.seq[: case.live].long()]
     caches = {
         name: replace(cache, **{part: tensor.to(runner.device) for part, tensor in vars(cache).items()})
         for name, cache in case.caches.items()

@@ -53,11 +53,10 @@ SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One artifact: the fixture `model`'s config at other sizes, with random weights, in some dtypes and numbers of rows; or
-    the program `PRODUCTS` or `MIXTURE`.
+    """One artifact: the fixture `model`'s config at other sizes, with random weights, in some dtypes and numbers of rows.
 
-    sizes: over `SIZES`; None takes the fixture as it is, whose weights are its own. storage: of quantised weights, see
-    `measure.shapes.state_storage`.
+    model: or a family's file, whose example is the config. sizes: over `SIZES`, or over the example; None takes the fixture as
+    it is, whose weights are its own. storage: of quantised weights, see `measure.shapes.state_storage`.
     """
 
     name: str
@@ -70,8 +69,12 @@ class Case:
     widths: Sequence[int] = (1, 4)
     context_rows: Sequence[int] = (4,)
     entries: Sequence[str] = ("draft", "logits", "context")
-    storage: Mapping[str, str] = field(default_factory=dict)
     program: str = "mtp_dense"
+    storage: Mapping[str, str] = field(default_factory=dict)
+
+    def rows(self, entry: str) -> Sequence[int]:
+        """Of the programs of an entry: blocks are cut as context is."""
+        return self.context_rows if entry == "context" or self.program == "dflash" else self.widths
 
 
 ODD = {"hidden_size": 120, "head_dim": 24, "intermediate_size": 88, "vocab_size": 331}
@@ -106,6 +109,41 @@ EXPERTS = {
 }
 STEP = ("draft", "context")
 MASKED = (*STEP, "draft_masked")
+OWN = Path(__file__).parent / "programs"
+"""Programs for tests alone."""
+LATENT = {"program": str(OWN / "mla_dense.yaml"), "model": str(OWN / "mla_dense_family.yaml")}
+SMALL_LATENT = {
+    "hidden_size": 120,
+    "num_attention_heads": 5,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "intermediate_size": 88,
+    "vocab_size": 331,
+}
+MEASURE = Path(circuitgraph.__file__).parent / "measure"
+OF_EXAMPLES = ("dflash_qwen3", "eagle3_llama", "medusa1")
+"""Families whose cases are sized over their example instead of over a fixture's config."""
+DFLASH_SIZES = {
+    "hidden_size": 1024,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 2112,
+    "dflash_config": {"mask_token_id": 2111, "target_layer_ids": [1, 9, 17]},
+}
+EAGLE3_SIZES = {
+    "hidden_size": 1024,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "vocab_size": 4224,
+    "draft_vocab_size": 2112,
+}
+MEDUSA_SIZES = {"hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 2112, "medusa_num_heads": 3}
 BYTES = {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 128}
 CODED = {"*vector": "", "ffn.*": "fp8 128x128"}
 MIXED = (1, 2, 3, 4, 8, 16, 33, 64)
@@ -162,7 +200,15 @@ CASES = (
     Case("wide_fp8", sizes=WIDE, storage={"*": "fp8 128x128"}, widths=(1, 8, 16), context_rows=(16,), entries=STEP),
     Case("wide_nvfp4", sizes=WIDE, storage={"*": "nvfp4"}, widths=(1, 8, 16), context_rows=(16,), entries=STEP),
     *(
-        Case(f"products_{act}", program=PRODUCTS, act=act, wt=act, kv=act, widths=(1, 8, 16, 33), entries=("products",))
+        Case(
+            f"products_{act}",
+            program=PRODUCTS,
+            act=act,
+            wt=act,
+            kv=act,
+            widths=(1, 8, 16, 33),
+            entries=("products",),
+        )
         for act in ("bf16", "f16", "f32")
     ),
     # Experts alone: streamed with x in registers, and gathered by expert; routes of every kind; and node by node.
@@ -211,13 +257,57 @@ CASES = (
     # Against values that other people's code computed; widths 1 and 3 are what the cases call.
     *(
         Case(f"fixture_{name}", name, None, switches, "f32", None, "f32", (1, 3), (16,), program=program)
-        for name, program, switches in (
-            ("qwen3_dense_mtp", "mtp_dense", {}),
-            ("qwen3_5_mtp", "mtp_dense", {}),
-            ("mimo_mtp", "mtp_dense", {"mask_first": False}),
-            ("qwen3_next_mtp", "mtp_moe", {}),
-            ("glm4_moe_mtp", "mtp_moe", {}),
+        for name, switches, program in (
+            ("qwen3_dense_mtp", {}, "mtp_dense"),
+            ("qwen3_5_mtp", {}, "mtp_dense"),
+            ("mimo_mtp", {"mask_first": False}, "mtp_dense"),
+            ("qwen3_next_mtp", {}, "mtp_moe"),
+            ("glm4_moe_mtp", {}, "mtp_moe"),
+            ("eagle1_llama", {}, "eagle1"),
+            ("deepseek_v3_mtp", {}, "mtp_mla"),
         )
+    ),
+    # Latent attention, with a dense FFN: on warpgroups, all heads of blocks or some; plain.
+    Case("latent_bf16", sizes={"num_attention_heads": 128}, widths=(1, 3, 8, 33), entries=STEP, **LATENT),
+    Case(
+        "latent_f16",
+        sizes={"num_attention_heads": 24, "v_head_dim": 64, "head_dim": 64},
+        act="f16",
+        wt="f16",
+        kv="f16",
+        widths=(1, 2),
+        entries=STEP,
+        **LATENT,
+    ),
+    Case("latent_fp8", storage={"*": "fp8 128x128"}, widths=(1, 8), entries=STEP, **LATENT),
+    Case("latent_odd_storage", sizes=SMALL_LATENT, storage=SIBLINGS, widths=(2,), context_rows=(5,), entries=STEP, **LATENT),
+    Case("latent_odd_f32", sizes=SMALL_LATENT, act="f32", wt="f32", kv="f32", widths=(1, 3), context_rows=(5,), **LATENT),
+    # Programs that no runner drives: their functions are called as they are (test_direct.py).
+    *(
+        Case(f"direct_fixture_{model}", model, None, {}, "f32", None, "f32", widths, context_rows, entries, program)
+        for model, program, widths, context_rows, entries in (
+            ("dflash_qwen3", "dflash", (1,), (8, 35), ("draft", "logits", "context")),
+            ("eagle3_llama", "eagle3", (1, 3), (16,), ("first", "draft", "context")),
+            ("medusa1", "medusa", (1, 3), (16,), ("draft", "logits")),
+        )
+    ),
+    Case("direct_dflash", "dflash_qwen3", DFLASH_SIZES, context_rows=(16, 48), entries=STEP, program="dflash"),
+    Case("direct_eagle3", "eagle3_llama", EAGLE3_SIZES, widths=(1, 8), entries=("first", *STEP), program="eagle3"),
+    Case("direct_medusa", "medusa1", MEDUSA_SIZES, widths=(1, 8, 40), entries=("draft", "logits"), program="medusa"),
+    # Latent attention alone, where a few cache rows can be told from all others.
+    *(
+        Case(
+            f"direct_latent_{dtype}",
+            str(MEASURE / "latent_attend_family.yaml"),
+            {"num_attention_heads": heads, "head_dim": 128},
+            act=dtype,
+            wt=dtype,
+            kv=dtype,
+            widths=(1, 2, 5),
+            entries=("attend",),
+            program=str(MEASURE / "latent_attend.yaml"),
+        )
+        for dtype, heads in (("bf16", 128), ("f16", 24), ("f32", 8))
     ),
 )
 _SHAPE = SHAPES["dense8b"]
@@ -233,23 +323,27 @@ def program_of(case: Case, folder: Path) -> str | Path:
 
 def options_of(case: Case, folder: Path) -> dict[str, Any]:
     """Arguments of `bind` and `compile` that both take."""
-    model, family = FIXTURES / case.model, case.model
+    model, family, more = FIXTURES / case.model, case.model, {}
     if case.program in (PRODUCTS, MIXTURE):
         family = case.program.replace(".yaml", "_family.yaml")
         model = folder / f"{case.name}.json"
         model.write_text(json.dumps({**default_config(family), **(case.sizes or {})}))
+    elif case.sizes is None and (model / "target").is_dir() and case.model != "medusa1":
+        more["target_model"] = model / "target"
     elif case.sizes is not None:
-        config = json.loads((model / "config.json").read_text())
+        example = case.model.endswith(".yaml") or not (model / "config.json").is_file() or case.model in OF_EXAMPLES
+        config = default_config(case.model) if example else json.loads((model / "config.json").read_text())
         inner = next((config[key] for key in ("transformer_layer_config", "text_config") if key in config), config)
-        inner.update({**SIZES, **case.sizes})
+        inner.update(case.sizes if example else {**SIZES, **case.sizes})
         model = folder / f"{case.name}.json"
         model.write_text(json.dumps(config))
-    return {"model": model, "family": family, "switches": dict(case.switches), "act": case.act, "kv": case.kv, "wt": case.wt}
+    dtypes = {"act": case.act, "kv": case.kv, "wt": case.wt}
+    return {"model": model, "family": family, "switches": dict(case.switches), **dtypes, **more}
 
 
 def plans_of(case: Case, target: Target = TARGET) -> list[Plan]:
     with tempfile.TemporaryDirectory() as folder:
-        circuit = bind(program_of(case, Path(folder)), **options_of(case, Path(folder))).circuit
+        circuit = bind(case.program, **options_of(case, Path(folder))).circuit
     rules = load_schedule(target.kind)
     pieces = work_list(circuit, case.entries, case.widths, case.context_rows)
     plans = [plan_piece(Run(), circuit, entry, rows, target.of_plans, rules) for entry, rows in pieces]
@@ -302,7 +396,7 @@ def build(case: Case, out: Path) -> Path:
     """Compile one case to out/<name>, with the digests of its programs beside it."""
     with tempfile.TemporaryDirectory() as folder:
         compile(
-            program_of(case, Path(folder)),
+            case.program,
             out=out / case.name,
             target=str(TARGET),
             widths=case.widths,

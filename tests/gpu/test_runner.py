@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from circuitgraph.errors import RuntimeUseError
-from tests.fixture_cases import Cases, Rows, fixture_tensors
+from tests.fixture_cases import Rows, cases_class, fixture_tensors
 from tests.gpu.calls import (
     ADDRESSING,
     Kept,
@@ -53,8 +53,8 @@ class OnDevice:
 @pytest.mark.parametrize("case", ["a", "b", "c", "d"])
 def test_golden_cases(golden, case, runners):
     runner = runners(golden)
-    tensors = fixture_tensors(golden.name.removeprefix("fixture_"))
-    getattr(Cases(tensors, runner.circuit.states[0], OnDevice(runner)), f"check_{case}")()
+    name = golden.name.removeprefix("fixture_")
+    getattr(cases_class(name)(fixture_tensors(name), runner.circuit.states[0], OnDevice(runner)), f"check_{case}")()
 
 
 def test_integers_may_come_from_the_host(artifact, runners):

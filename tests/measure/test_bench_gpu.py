@@ -24,6 +24,12 @@ from circuitgraph.runtime.binding import bind_weights
 
 PLAN = GpuPlan(context=20, rounds=3, calls=2, prefill=32, modes=())
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
+DFLASH_SMALL = {
+    **SMALL,
+    "num_hidden_layers": 2,
+    "vocab_size": 96,
+    "dflash_config": {"mask_token_id": 95, "target_layer_ids": [1, 3]},
+}
 CPU = torch.device("cpu")
 
 
@@ -192,6 +198,29 @@ def test_entries_one_by_one(eagle, ceiling):
     json.dumps(section.to_json())
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("dflash-qwen3-8b", {"config": DFLASH_SMALL, "context_rows": (16, 32), "widths": (1,), "entries": ("draft",)}),
+        ("medusa1-7b", {"config": {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 96}, "widths": (1, 3)}),
+    ],
+)
+def test_entries_that_draft_at_once(name, changes, tmp_path, ceiling):
+    """Blocks of 16 rows, of one and of two sequences; several heads. Torch's heads draft the same."""
+    artifact = artifact_of(name, tmp_path, **changes)
+    opened = read_artifact(artifact)
+    assert not entries.chains_itself(opened.manifest.circuit)
+    widths = [16, 32] if name.startswith("dflash") else [1, 3]
+    weights, plan = bound_weights(artifact), replace(PLAN, peer_widths=None)
+    section = entries.measure(opened.manifest, open_library(opened), weights, ceiling, widths, plan, quiet)["steps"]
+    assert [(row["entry"], row["n"]) for row in section.rows] == [("draft", n) for n in widths]
+    drafts = 1 if name.startswith("dflash") else 5
+    # Where two tokens are as good in bf16, either may be chosen; a step that is not among the best has been refused.
+    assert all(row["equal_drafts"] >= 0.8 * row["n"] * drafts for row in section.rows)
+    assert all(row["peer_drafts_equal"] >= 0.7 * row["n"] * drafts for row in section.rows)
+    assert "single_runs_us" in section.rows[1]
+
+
 def test_attention(tmp_path, ceiling, monkeypatch):
     monkeypatch.setattr(attend, "CONTEXTS", (33,))
     monkeypatch.setattr(attend, "MOST_COPIES", 3)
@@ -283,7 +312,16 @@ def test_shapes_bind(name, tmp_path):
         name: sum(2 * torch.Size(weight.type.shape).numel() for weight in circuit.weights if weight.name not in left_out)
         for name, left_out in (("all", ["embed_tokens"]), ("later", ["embed_tokens", "fc"]))
     }
-    expected = {"dense8b": 1.698e9, "eagle3-8b": 0.850e9, "attention": 0, "dense2b": 0.735e9}[name]
+    expected = {
+        "dense8b": 1.698e9,
+        "dense2b": 0.735e9,
+        "eagle3-8b": 0.850e9,
+        "dflash-qwen3-8b": 3.342e9,
+        "medusa1-7b": 1.4785e9,
+        "deepseek-v3": 25.07e9,
+        "attention": 0,
+        "latent-attention": 0,
+    }[name]
     assert sizes["all"] == pytest.approx(expected, rel=0.01)
     if name == "eagle3-8b":
         assert sizes["later"] == pytest.approx(0.75e9, rel=0.01)

@@ -30,6 +30,11 @@ class Architecture:
         return self.overlap
 
     @property
+    def warpgroups(self) -> bool:
+        """`wgmma`, which no other generation has."""
+        return self.name == "sm_90a"
+
+    @property
     def code(self) -> str:
         """As nvcc writes it after `compute_` and `sm_`."""
         return self.name.removeprefix("sm_")

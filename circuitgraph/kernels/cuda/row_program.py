@@ -16,6 +16,7 @@ from tvm.tirx.script import builder as T
 
 from ...circuit.ir import Node
 from ...circuit.types import StateType, TensorType
+from ...plan.fuse import APPENDS
 from ...plan.ir import VIEWS
 from .values import do, hold, load, load_int, put, register, sigmoid, silu, store, wide
 
@@ -25,7 +26,23 @@ ELEMENTWISE = {
     "silu": silu,
     "sigmoid": sigmoid,
 }
-OPS = frozenset({*ELEMENTWISE, *VIEWS, "append", "cat", "embed", "part", "rms_norm", "rope", "scale_rows", "shift", "zero_at"})
+OPS = frozenset(
+    {
+        *ELEMENTWISE,
+        *VIEWS,
+        *APPENDS,
+        "cat",
+        "columns",
+        "embed",
+        "part",
+        "rms_norm",
+        "rope",
+        "scale_rows",
+        "shift",
+        "target_ids",
+        "zero_at",
+    }
+)
 
 UNROLLED = 16
 """Elements of a thread up to which a loop is written out, so that its loads are in flight together."""
@@ -165,8 +182,9 @@ class Evaluator:
         return getattr(self, f"_{node.op}")(node, place)
 
     def _outside(self, name: str, place: Place) -> Any:
-        if self.types[name].dtype == "i32":
-            return load_int(self.env.buffer(name), [place.row])
+        if self.types[name].rank == 1:
+            of_row = load_int if self.types[name].dtype == "i32" else load
+            return of_row(self.env.buffer(name), [place.row])
         _, columns = self.shape(name)
         return load(self.env.flat(name), [place.row, place.head * columns + place.column])
 
@@ -202,6 +220,22 @@ class Evaluator:
 
     def _part(self, node: Node, place: Place) -> Any:
         return self.at(node.inputs[0], Place(place.row, place.head, place.column + node.attr["start"]))
+
+    def _columns(self, node: Node, place: Place) -> Any:
+        dtype = "int32" if self.types[node.name].dtype == "i32" else "float32"
+        result = register(dtype)
+        for index, name in enumerate(node.inputs):
+            with T.If(T.EQ(place.column, index)), T.Then(), self.keeping(None):
+                put(result, self.at(name, Place(place.row, 0, 0)))
+        return result[0]
+
+    def _target_ids(self, node: Node, place: Place) -> Any:
+        """An id outside the table stays, as it does on the CPU."""
+        offsets, result = self.env.buffer(node.inputs[1]), register("int32", name="id")
+        put(result, self.at(node.inputs[0], place))
+        with T.If(T.And(result[0] >= 0, result[0] < int(offsets.shape[0]))), T.Then():
+            put(result, result[0] + load_int(offsets, [result[0]], constant=True))
+        return result[0]
 
     def _shift(self, node: Node, place: Place) -> Any:
         return self.at(node.inputs[0], place) + T.int32(node.attr["by"])
@@ -288,7 +322,7 @@ def emit_rows(env: Any, nodes: Sequence[Node], sinks: Sequence[str], *, warps: i
     evaluator = Evaluator(env, nodes)
     headed = [name for name in sinks if env.plan.circuit.types[name].rank == 3]
     flat = [piece for name in sinks if name not in headed for piece in _pieces(evaluator, name)]
-    appends = [node for node in nodes if node.op == "append"]
+    appends = [node for node in nodes if node.op in APPENDS]
     if flat:
         _emit_flat(evaluator, flat, warps)
     if headed or appends:
@@ -383,7 +417,7 @@ def _emit_flat(evaluator: Evaluator, pieces: Sequence[_Piece], warps: int) -> No
             name, columns = piece.name, evaluator.shape(piece.name)[1]
             with evaluator.keeping(spread, early, case):
                 evaluator.prepare([name], row, 0, lambda term, count: block_sum(term, count, spread, at, warps))
-                if evaluator.types[name].dtype == "i32":
+                if evaluator.types[name].dtype == "i32" and evaluator.types[name].rank == 1:
                     with T.If(thread < 1), T.Then(), evaluator.keeping(None):
                         store(env.buffer(piece.sink), [row], evaluator.at(name, Place(row, 0, 0)))
                     return

@@ -13,6 +13,8 @@ from .architectures import architecture_of, fitting
 from .attention import emit_combine, emit_plain_attention
 from .epilogue import refuse_epilogue
 from .experts_templates import MixturePlain, MixtureStream
+from .head_templates import HeadPlain, HeadStream
+from .latent_templates import LatentPlain, LatentWarpgroups
 from .paged import CLUSTER, PagedAttention, shared_bytes
 from .plain import WARPS, emit_plain, emit_plain_top1, emit_top1_final
 from .row_program import emit_rows, refuse_rows, sinks_of
@@ -40,6 +42,10 @@ from .tile_templates import LinearTiles, Top1Tiles
 __all__ = [
     "Attend",
     "AttendPaged",
+    "HeadPlain",
+    "HeadStream",
+    "LatentPlain",
+    "LatentWarpgroups",
     "LinearPlain",
     "LinearStream",
     "LinearTiles",

@@ -74,10 +74,12 @@ def load(buffer: Any, indices: list[Any], *, constant: bool = False) -> Any:
     return result[0]
 
 
-def load_int(buffer: Any, indices: list[Any]) -> Any:
-    result = register("int32")
-    do(T.ptx["ld.global.s32"](result[0], buffer.ptr_to(indices)))
-    return result[0]
+def load_int(buffer: Any, indices: list[Any], *, constant: bool = False) -> Any:
+    """One integer as int32; int64 buffers hold small ones."""
+    path, dtype = "ld.global.nc" if constant else "ld.global", dtype_of(buffer)
+    result = register(dtype)
+    do(T.ptx[f"{path}.s{dtype.removeprefix('int')}"](result[0], buffer.ptr_to(indices)))
+    return result[0] if dtype == "int32" else hold(T.Cast("int32", result[0]), "int32")
 
 
 def store(buffer: Any, indices: list[Any], value: Any) -> None:
