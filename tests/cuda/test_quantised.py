@@ -19,13 +19,13 @@ SIZES = {**ALIGNED, "num_attention_heads": 16, "hidden_size": 1024, "intermediat
 EVERY = tuple(Storage.parse(text) for text in ("fp8 per tensor", "fp8 per row", "fp8 128x128", "int8 per row", "nvfp4", "mxfp4"))
 
 
-def plan_of(storage, rows=2, act="bf16", entry="draft", **sizes):
+def plan_of(storage, rows=2, act="bf16", arch="sm_90a", **sizes):
     """storage: a text for all products' weights, or one for each by name."""
     circuit = resolve(load_program("mtp_dense"), Bindings({**SIZES, **sizes}, {}, act, act, act))
     names = {node.inputs[1] for node in circuit.nodes if node.op == "linear"}
     texts = storage if isinstance(storage, dict) else dict.fromkeys(names, storage)
     circuit = circuit.with_storage({name: Storage.parse(text) for name, text in texts.items()})
-    return plan_piece(Run(), circuit, entry, rows, "cuda:sm_90a", RULES)
+    return plan_piece(Run(), circuit, "draft", rows, f"cuda:{arch}", RULES)
 
 
 def choices(plan):

@@ -62,7 +62,6 @@ class Case:
 
     name: str
     model: str = "qwen3_dense_mtp"
-    program: str = "mtp_dense"
     sizes: Mapping[str, Any] | None = field(default_factory=dict)
     switches: Mapping[str, Any] = field(default_factory=dict)
     act: str = "bf16"
@@ -72,6 +71,7 @@ class Case:
     context_rows: Sequence[int] = (4,)
     entries: Sequence[str] = ("draft", "logits", "context")
     storage: Mapping[str, str] = field(default_factory=dict)
+    program: str = "mtp_dense"
 
 
 ODD = {"hidden_size": 120, "head_dim": 24, "intermediate_size": 88, "vocab_size": 331}
