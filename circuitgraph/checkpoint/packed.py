@@ -8,7 +8,7 @@ only: a serving box loads with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +151,19 @@ def packed_tensors(
     return {value.name: item.reshape(value.type.shape).contiguous() for value, item in zip(wanted, found, strict=True)}  # type: ignore[union-attr,arg-type]
 
 
+def packed_in_file(name: str, storage: Storage) -> Packed:
+    """How `file_tensors` stores a weight under `name`."""
+    return Packed(storage.format, f"{name}.scales", storage.block, f"{name}.whole" if storage.whole else "")
+
+
+def file_tensors(name: str, storage: Storage, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that programs read (`Weight.tensors`) in the dtypes of files."""
+    values, scales, *whole = tensors
+    scales = scales.view(torch.float8_e4m3fn) if storage.format == "nvfp4" else scales
+    stored = (values.view(_VALUES.get(storage.format, torch.uint8)), scales, *whole)
+    return dict(zip((name, f"{name}.scales", f"{name}.whole"), stored, strict=False))
+
+
 def dequantised(circuit: Circuit, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """`weights` with every quantised one of the circuit as its numbers in fp32: what ops' references are given.
 
@@ -159,15 +172,21 @@ def dequantised(circuit: Circuit, weights: Mapping[str, torch.Tensor]) -> dict[s
     made = dict(weights)
     for weight in circuit.weights:
         names = [value.name for value in weight.tensors()]
-        if weight.storage is None or not all(name in made for name in names):
-            continue
-        values, scales, *rest = (made.pop(name) for name in names)
-        packed = Packed(weight.storage.format, names[1], weight.storage.block, names[2] if rest else "")
-        values = values.view(_VALUES.get(packed.format, torch.uint8))
-        scales = scales.view(torch.float8_e4m3fn) if packed.format == "nvfp4" else scales
-        shape = tuple(int(dim) for dim in weight.type.shape)
-        made[weight.name] = dequantise(packed, shape, values, scales, rest[0] if rest else None, torch.float32)
+        if weight.storage is not None and all(name in made for name in names):
+            made[weight.name] = tensors_to_numbers(weight, [made.pop(name) for name in names])
     return made
+
+
+def tensors_to_numbers(weight: Weight, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What the tensors of a quantised weight (`weight.tensors()`) mean, in fp32 [*stack, N, K]."""
+    storage = weight.storage
+    assert storage is not None
+    values, scales, *rest = tensors
+    packed = Packed(storage.format, "scales", storage.block, "whole" if rest else "")
+    values = values.view(_VALUES.get(storage.format, torch.uint8))
+    scales = scales.view(torch.float8_e4m3fn) if storage.format == "nvfp4" else scales
+    shape = tuple(int(dim) for dim in weight.type.shape)
+    return dequantise(packed, shape, values, scales, rest[0] if rest else None, torch.float32)
 
 
 _VALUES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}

@@ -83,6 +83,23 @@ SHAPES = {
         ),
         # Small enough to compile and run anywhere: for trying the command.
         _dense("tiny", 128, 4, 2, 256, 32, 512, widths=(1, 2), context_rows=(16,)),
+        # The MTP layers of Qwen3-Next-80B-A3B and of GLM-4.5-Air: 3.2 and 4.4 GB of experts, of which a few are read.
+        Shape(
+            "qwen3-next-80b",
+            "mtp_moe",
+            "qwen3_next_mtp",
+            {"num_experts": 512, "vocab_size": 151936},
+            widths=(1, 2, 4, 8),
+            entries=("draft", "context"),
+        ),
+        Shape(
+            "glm-4.5-air",
+            "mtp_moe",
+            "glm4_moe_mtp",
+            {"n_routed_experts": 128, "vocab_size": 151552},
+            widths=(1, 2, 4, 8),
+            entries=("draft", "context"),
+        ),
         # EAGLE-3 of Llama-3.1-8B.
         Shape(
             "eagle3-8b",
@@ -128,7 +145,7 @@ def state_storage(program: str | Path, storage: Mapping[str, str], file: Path, *
 
     Args:
         storage: what programs say of it (`Storage.parse`), by patterns of names (`fnmatch`), of which the first that fits a
-            matrix of a product counts; empty: as it is.
+            matrix of a product or of experts counts; empty: as it is.
         options: of `bind`.
     """
     from ..checkpoint import bind
@@ -138,7 +155,8 @@ def state_storage(program: str | Path, storage: Mapping[str, str], file: Path, *
     if not storage:
         return program
     circuit = bind(program, **options).circuit
-    names = dict.fromkeys(node.inputs[1] for node in circuit.nodes if node.op == "linear")
+    first = {"linear": slice(1, 2), "experts": slice(3, None)}
+    names = dict.fromkeys(name for node in circuit.nodes if node.op in first for name in node.inputs[first[node.op]])
     found = {name: next((text for pattern, text in storage.items() if fnmatch(name, pattern)), "") for name in names}
     stated = circuit.with_storage({name: Storage.parse(text) for name, text in found.items() if text})
     file.write_text(format_circuit(stated))

@@ -108,6 +108,11 @@ REPRESENTATIVE = {
     "odd_storage": ("draft_2",),
     "products_bf16": ("products_16",),
     "fixture_qwen3_5_mtp": ("draft_3",),
+    "mixture_bf16": ("apply_1", "apply_16", "apply_33"),
+    "mixture_fp8": ("apply_8",),
+    "mixture_wide": ("apply_64",),
+    "moe_bf16": ("draft_3",),
+    "fixture_glm4_moe_mtp": ("draft_3",),
 }
 """Programs of tests.gpu.pack.CASES that reach every template, and what templates do beside their rule."""
 

@@ -54,7 +54,7 @@ SIZES: dict[str, Any] = {
 @dataclass(frozen=True)
 class Case:
     """One artifact: the fixture `model`'s config at other sizes, with random weights, in some dtypes and numbers of rows; or
-    the program `PRODUCTS`.
+    the program `PRODUCTS` or `MIXTURE`.
 
     sizes: over `SIZES`; None takes the fixture as it is, whose weights are its own. storage: of quantised weights, see
     `measure.shapes.state_storage`.
@@ -96,9 +96,19 @@ SIBLINGS = {
     "*.o_proj": "nvfp4",
     "*": "fp8 per row",
 }
-PRODUCTS = str(Path(__file__).parent / "products.yaml")
+PRODUCTS, MIXTURE = (str(Path(__file__).parent / f"{name}.yaml") for name in ("products", "mixture"))
+SIGMOID = {"scoring": "sigmoid", "correction_bias": True}
+EXPERTS = {
+    "num_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 128,
+}
 STEP = ("draft", "context")
 MASKED = (*STEP, "draft_masked")
+BYTES = {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 128}
+CODED = {"*vector": "", "ffn.*": "fp8 128x128"}
+MIXED = (1, 2, 3, 4, 8, 16, 33, 64)
 FEW = (1, 2, 4, 8, 16, 32)
 ALL = (1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 64)
 """Around the sizes of fragments, of schedule rules and of tiles."""
@@ -155,10 +165,59 @@ CASES = (
         Case(f"products_{act}", program=PRODUCTS, act=act, wt=act, kv=act, widths=(1, 8, 16, 33), entries=("products",))
         for act in ("bf16", "f16", "f32")
     ),
+    # Experts alone: streamed with x in registers, and gathered by expert; routes of every kind; and node by node.
+    Case("mixture_bf16", program=MIXTURE, switches={"shared_gate": True}, widths=MIXED, entries=("apply",)),
+    Case(
+        "mixture_f16",
+        program=MIXTURE,
+        switches={"experts": "fused", "norm": "zero_centred", **SIGMOID},
+        act="f16",
+        wt="f16",
+        widths=(1, 4, 33),
+        entries=("apply",),
+    ),
+    Case(
+        "mixture_groups",
+        program=MIXTURE,
+        sizes={"num_experts": 64, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+        switches=SIGMOID,
+        widths=(1, 8, 64),
+        entries=("apply",),
+    ),
+    Case("mixture_wide", program=MIXTURE, sizes={"hidden_size": 4096}, widths=(8, 16, 64), entries=("apply",)),
+    Case("mixture_fp8", program=MIXTURE, sizes=BYTES, storage=CODED, widths=(1, 4, 8, 16, 33), entries=("apply",)),
+    Case(
+        "mixture_int8",
+        program=MIXTURE,
+        sizes=BYTES,
+        storage={"*vector": "", "ffn.*": "int8 per row"},
+        act="f16",
+        wt="f16",
+        widths=(1, 8, 16),
+        entries=("apply",),
+    ),
+    Case(
+        "mixture_f32",
+        program=MIXTURE,
+        sizes={"num_experts": 48, "n_group": 6, "topk_group": 3, "hidden_size": 120},
+        switches=SIGMOID,
+        act="f32",
+        wt="f32",
+        widths=(1, 3, 64),
+        entries=("apply",),
+    ),
+    # ... and in their drafters.
+    Case("moe_bf16", "qwen3_next_mtp", EXPERTS, widths=(1, 3, 8, 33), entries=MASKED, program="mtp_moe"),
     # Against values that other people's code computed; widths 1 and 3 are what the cases call.
     *(
-        Case(f"fixture_{name}", name, None, switches, "f32", None, "f32", (1, 3), (16,))
-        for name, switches in (("qwen3_dense_mtp", {}), ("qwen3_5_mtp", {}), ("mimo_mtp", {"mask_first": False}))
+        Case(f"fixture_{name}", name, None, switches, "f32", None, "f32", (1, 3), (16,), program=program)
+        for name, program, switches in (
+            ("qwen3_dense_mtp", "mtp_dense", {}),
+            ("qwen3_5_mtp", "mtp_dense", {}),
+            ("mimo_mtp", "mtp_dense", {"mask_first": False}),
+            ("qwen3_next_mtp", "mtp_moe", {}),
+            ("glm4_moe_mtp", "mtp_moe", {}),
+        )
     ),
 )
 _SHAPE = SHAPES["dense8b"]
@@ -175,10 +234,10 @@ def program_of(case: Case, folder: Path) -> str | Path:
 def options_of(case: Case, folder: Path) -> dict[str, Any]:
     """Arguments of `bind` and `compile` that both take."""
     model, family = FIXTURES / case.model, case.model
-    if case.program == PRODUCTS:
-        family = PRODUCTS.replace(".yaml", "_family.yaml")
+    if case.program in (PRODUCTS, MIXTURE):
+        family = case.program.replace(".yaml", "_family.yaml")
         model = folder / f"{case.name}.json"
-        model.write_text(json.dumps(default_config(family)))
+        model.write_text(json.dumps({**default_config(family), **(case.sizes or {})}))
     elif case.sizes is not None:
         config = json.loads((model / "config.json").read_text())
         inner = next((config[key] for key in ("transformer_layer_config", "text_config") if key in config), config)

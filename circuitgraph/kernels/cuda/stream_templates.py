@@ -130,8 +130,8 @@ def folded_norm(plan: Plan, group: Group, params: StreamParams) -> Node | None:
     return node if whole and len({types[name].dtype for name in (node.name, *node.inputs)}) == 1 else None  # type: ignore[union-attr]
 
 
-def norm_of(env: Any, group: Group, node: Node, warps: int) -> Norm:
-    crossing = sinks_of(env.plan, group, (node,))
+def norm_of(env: Any, node: Node, warps: int, stored: bool) -> Norm:
+    """stored: the normed rows are written, too."""
 
     def finish(row, thread, inverse):
         evaluator = Evaluator(env, (node,))
@@ -141,7 +141,7 @@ def norm_of(env: Any, group: Group, node: Node, warps: int) -> Norm:
         for_each(columns, thread, warps * 32, lambda c: store(target, [row, c], evaluator.at(node.name, Place(row, 0, c))))
 
     return Norm(
-        env.words(node.inputs[1]), float(node.attr["eps"]), node.attr["flavour"] == "zero_centred", finish if crossing else None
+        env.words(node.inputs[1]), float(node.attr["eps"]), node.attr["flavour"] == "zero_centred", finish if stored else None
     )
 
 
@@ -154,7 +154,8 @@ def stream_of(env: Any, group: Group, params: StreamParams, projections: list[Pr
         emit_prologue(env, group, PROLOGUE_WARPS)
     source = group.anchors[0].inputs[0] if node is None else node.inputs[0]
     kind = env.plan.circuit.types[source].dtype
-    return Stream(env, cut, env.words(source), kind, projections, norm_of(env, group, node, cut.warps) if node else None)
+    norm = norm_of(env, node, cut.warps, bool(sinks_of(env.plan, group, (node,)))) if node else None
+    return Stream(env, cut, env.words(source), kind, projections, norm)
 
 
 @kernel

@@ -12,6 +12,7 @@ from ..base import Kernel, kernel, refuse_packed, within
 from .architectures import architecture_of, fitting
 from .attention import emit_combine, emit_plain_attention
 from .epilogue import refuse_epilogue
+from .experts_templates import MixturePlain, MixtureStream
 from .paged import CLUSTER, PagedAttention, shared_bytes
 from .plain import WARPS, emit_plain, emit_plain_top1, emit_top1_final
 from .row_program import emit_rows, refuse_rows, sinks_of
@@ -42,6 +43,8 @@ __all__ = [
     "LinearPlain",
     "LinearStream",
     "LinearTiles",
+    "MixturePlain",
+    "MixtureStream",
     "Rows",
     "Top1Plain",
     "Top1Stream",

@@ -118,6 +118,11 @@ def from_lane(value: Any, lane: Any, dtype: str) -> Any:
     return hold(T.cuda.__shfl_sync(T.uint32(0xFFFFFFFF), value, lane, 32), dtype)
 
 
+def from_lane_before(value: Any, step: int, dtype: str) -> Any:
+    """A value of the lane `step` before this one; the first lanes get their own."""
+    return hold(T.cuda.__shfl_up_sync(T.uint32(0xFFFFFFFF), value, step, 32), dtype)
+
+
 def sigmoid(x: Any) -> Any:
     return hold(T.float32(1) / (T.float32(1) + T.exp(T.float32(0) - x)))
 
