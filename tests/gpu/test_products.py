@@ -16,8 +16,8 @@ from circuitgraph.measure.weights import random_weights
 from circuitgraph.ops import TORCH_DTYPES
 from circuitgraph.runtime.compiled import open_library
 
-ROUNDING = {"bf16": 2.0**-8, "f16": 2.0**-11, "f32": 2.0**-22}
-"""Of a result, generously: half a unit in the last place would do."""
+ROUNDING = {"bf16": 2.0**-8, "f16": 2.0**-11, "f32": 2.0**-24}
+"""Of a result: half a unit in the last place."""
 SUMMING = 2.0**-17
 """Of the sum of absolute products: of a few thousand, in fp32."""
 STREAMED = 32
