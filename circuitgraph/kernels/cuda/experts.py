@@ -395,8 +395,10 @@ class Groups:
                 place = hold(self.first_of[expert] + rank, "int32")
                 T.buffer_store(self.share, self.pair_share[pair], [place])
                 T.buffer_store(self.row, row, [place])
-        with T.If(thread < sizes.rows), T.Then():
-            T.buffer_store(self.row, thread, [sizes.pairs + thread])
+        for turn in range(-(-sizes.rows // self.threads)):
+            row = hold(thread + turn * self.threads, "int32", "row")
+            with T.If(row < sizes.rows), T.Then():
+                T.buffer_store(self.row, row, [sizes.pairs + row])
         do(T.cuda.cta_sync())
 
     def publish(self, listed: Any, thread: Any) -> None:
