@@ -13,7 +13,16 @@ from circuitgraph.kernels.cuda.build import HOST
 from circuitgraph.kernels.cuda.nvcc import Nvcc, resources
 from circuitgraph.target import Target, parse_target, parse_targets
 from tests.cuda.test_emit import aligned
+from tests.cuda.test_quantised import plan_of
 from tests.gpu.pack import CASES, plans_of
+
+FORMATS = {
+    "fc": "fp8 128x128",
+    "layer.attn.q_proj": "int8 per row",
+    "layer.attn.o_proj": "mxfp4",
+    "layer.ffn.down_proj": "fp8 per tensor",
+    "lm_head": "nvfp4",
+}
 
 
 def kernels(arch, case):
@@ -50,6 +59,23 @@ def test_compiles(arch, tmp_path):
     found = resources(report)
     assert {"draft_2_kernel", "context_33_kernel", "circuitgraph_chain_end_kernel"} <= found.keys()
     assert all(registers <= 255 for registers, _ in found.values())
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_quantised_weights_compile(arch, tmp_path):
+    """Every format's way to pairs, streamed and in tiles; sm_80 has no product of two bf16, and nowhere does hardware convert."""
+    plans = [plan_of(FORMATS, rows, arch=arch) for rows in (1, 33)]
+    assert {"cuda.linear_stream", "cuda.linear_tiles"} <= {choice.kernel for plan in plans for choice in plan.choices}
+    backend = make_backend(Target("cuda", arch))
+    (source,) = backend.sources(backend.lower(plans))
+    assert "e4m3" not in source
+    assert ("mul.rn.bf16x2" in source) == architecture(arch).multiply
+    (tmp_path / "kernels.cu").write_text(source)
+    report = Nvcc(architecture(arch)).compile(tmp_path / "kernels.cu", tmp_path / "kernels.cubin")
+    found = resources(report)
+    assert {"draft_1_kernel", "draft_33_kernel"} <= found.keys()
+    assert all(spilled == 0 for name, (_, spilled) in found.items() if name.startswith("draft_1_"))
 
 
 def test_targets_are_parsed():

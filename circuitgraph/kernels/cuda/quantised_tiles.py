@@ -16,7 +16,7 @@ from tvm.tirx.script import builder as T
 from .formats import Format, Scales, of_row
 from .plain import Projection
 from .tiles import DEPTH, WARPS, Tile, Tiles
-from .values import COPY, COPY_WORD, do, hold, register, wide
+from .values import COPY, COPY_SHORT, do, hold, register, wide
 
 THREADS = WARPS[0] * WARPS[1] * 32
 
@@ -145,7 +145,7 @@ class QuantisedTiles(Tiles):
             column = stage * DEPTH + self._piece(index)[1] * self.tile.piece_columns
             word = T.Cast("uint64", T.floordiv(column, self.format.scale_columns))
             source = T.reinterpret("handle", self.scale_sources[index] + word * T.uint64(4))
-            do(T.ptx[COPY_WORD](self.scale_ring.ptr_to([slot, index, self.thread]), source, 4))
+            do(T.ptx[COPY_SHORT](self.scale_ring.ptr_to([slot, index, self.thread]), source, 4))
 
     # -- conversion --------------------------------------------------------------------------------------------
 

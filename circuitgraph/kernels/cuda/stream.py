@@ -7,7 +7,7 @@ ring in shared memory, so the stream needs no barrier; in bf16, 16 weights x 32 
 ring is filled before the kernel waits for its predecessor: weights do not depend on it.
 
 Quantised weights (see `formats`) have 64 or 128 columns a step, which are decoded between ring and `mma`. Scales of blocks
-go through the ring too, a word for each lane and piece.
+are fetched once a tile, for the next one: `stream_scales`.
 
 With k_parts > 1 the columns are split over blocks too; a second launch adds the parts.
 """
@@ -22,9 +22,10 @@ from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
 from .architectures import architecture_of
-from .formats import Format, Scales, of_row
+from .formats import Format, of_row
 from .plain import Best, Logits, Partials, Projection
-from .values import COPY, COPY_WORD, do, hold, load, put, register, store, wide, zeros
+from .stream_scales import BlockScales, scales_for
+from .values import COPY, do, hold, load, put, register, store, wide, zeros
 
 STEP_WORDS = 16
 """Words of a weight row in one step of a warp: a lane has four, and four lanes share a row."""
@@ -34,7 +35,8 @@ STEP_WORDS = 16
 class Geometry:
     """How a product is cut. steps: of one warp per row group; groups: of 16 weight rows in a tile; stages: of the ring,
     which divide the steps of a tile, so that slots are constants. step: columns of one. together: groups whose sums are
-    shared at once, where a group is short. scales: they go through the ring."""
+    shared at once, where a group is short. scale_words: of a weight row in one step of a warp, 0 where they take no shared
+    memory; such a warp's steps lie side by side."""
 
     rows: int
     columns: int
@@ -45,7 +47,7 @@ class Geometry:
     stages: int
     step: int = 32
     together: int = 1
-    scales: bool = False
+    scale_words: int = 0
 
     @property
     def row_blocks(self) -> int:
@@ -53,8 +55,17 @@ class Geometry:
 
     @property
     def shared_bytes(self) -> int:
-        ring = self.stages * (1024 + 256 * self.scales)
-        return self.warps * (ring + 2 * self.rows * 64 * self.together + self.row_blocks * 32)
+        scales = 2 * self.groups * 16 * self.steps * self.scale_words * 4
+        return self.warps * (self.stages * 1024 + scales + 2 * self.rows * 64 * self.together + self.row_blocks * 32)
+
+    @property
+    def stride(self) -> int:
+        """Columns from one step of a warp to its next."""
+        return self.step if self.scale_words else self.warps * self.step
+
+    def column(self, warp: Any) -> Any:
+        """Where a warp's first step begins in its part of the columns."""
+        return warp * (self.steps * self.step if self.scale_words else self.step)
 
 
 def geometry(
@@ -93,7 +104,8 @@ def geometry(
                 cuts.append((work(groups, parts), ring < stages - 3, groups, ring))
         if cuts:
             *_, groups, ring = min(cuts)
-            return Geometry(rows, columns, warps, parts, steps, groups, ring, step, scales=bool(format and format.scaled))
+            words = step // format.scale_columns if format and format.scaled == "numbers" else 0
+            return Geometry(rows, columns, warps, parts, steps, groups, ring, step, scale_words=words)
     return f"{columns} columns do not split into steps of {step * warps} that fit {registers} registers"
 
 
@@ -154,8 +166,7 @@ class Stream:
             self.at, self.thread = at, at.warp * 32 + at.lane
             pool = SMEMPool()
             self.ring = pool.alloc((cut.warps, cut.stages, 2, 32, 4), "uint32", align=128)
-            if cut.scales:
-                self.scale_ring = pool.alloc((cut.warps, cut.stages, 32, 2), "uint32", align=16)
+            self.scales: BlockScales | None = scales_for(self, pool)
             self.shared = pool.alloc((2, cut.warps, cut.together * cut.rows * 16), "float32", align=16)
             self.squares = pool.alloc((cut.warps, cut.row_blocks * 8), "float32", align=16)
             pool.commit()
@@ -165,8 +176,10 @@ class Stream:
             tile, turn = register("int32", name="tile"), register("int32", name="turn")
             put(tile, T.floordiv(at.block, cut.k_parts))
             put(turn, T.int32(0))
-            here, ahead = (register("uint64", 4 if cut.scales else 2, name) for name in ("here", "ahead"))
+            here, ahead = register("uint64", 2, "here"), register("uint64", 2, "ahead")
             self._find(tile[0], here)
+            if self.scales:
+                self.scales.begin(tile[0])
             for step in range(cut.stages):
                 with T.If(tile[0] < self.tiles), T.Then():
                     self._copy(step, here, step)
@@ -180,6 +193,8 @@ class Stream:
             with T.While(tile[0] < self.tiles):
                 following = hold(tile[0] + self.blocks // cut.k_parts, "int32", "following")
                 self._find(following, ahead)
+                if self.scales:
+                    self.scales.fetch(following)
                 for group in range(0, cut.groups, cut.together):
                     self.turn = turn[0]
                     factors = self._factors(tile[0], group)
@@ -194,9 +209,11 @@ class Stream:
                             sums = [hold(total * factor) for total, factor in zip(sums, factors, strict=True)]
                         self._finish(tile[0], group, sums, partial, state, logits)
                     put(turn, T.bitwise_xor(turn[0], 1))
-                for index in range(4 if cut.scales else 2):
-                    put(here, ahead[index], index)
+                for half in range(2):
+                    put(here, ahead[half], half)
                 put(tile, following)
+                if self.scales:
+                    self.scales.turn()
             if state is not None and best is not None:
                 state.merge_lanes((8, 4, 2, 1))
                 if cut.together > 1:
@@ -211,55 +228,30 @@ class Stream:
     def _word(self, columns: int) -> Any:
         """Where the lane's first piece begins in a row of words of so many columns."""
         cut = self.cut
-        step = cut.step // columns
-        return self.part * (cut.columns // cut.k_parts // columns) + self.at.warp * step + self.at.lane % 4 * (step // 4)
+        first = self.part * (cut.columns // cut.k_parts // columns)
+        return first + self.at.warp * (cut.column(1) // columns) + self.at.lane % 4 * (cut.step // columns // 4)
 
     def _find(self, tile: Any, target: Any) -> None:
-        """Addresses of the lane's pieces of a tile's first step, for both halves of the 16 weight rows, and of their scales."""
+        """Addresses of the lane's pieces of a tile's first step, for both halves of the 16 weight rows."""
         for half in range(2):
-            address = scale = None
+            address = None
             for segment in reversed(self.segments):
-                matrix = half if self.matrices == 2 else 0
-                weight = segment.projection.weights[matrix]
+                weights = segment.projection.weights
+                weight = weights[half] if self.matrices == 2 else weights[0]
                 lower = half * 8 if self.matrices == 1 else 0
                 row = (tile - segment.first) * (segment.width * self.cut.groups) + lower + T.floordiv(self.at.lane, 4)
                 row = T.max(T.min(row, T.int32(segment.projection.columns - 1)), T.int32(0))
                 place = T.reinterpret("uint64", weight.ptr_to([wide(row), wide(self.weight_word)]))
                 address = place if address is None else T.if_then_else(tile < segment.first + segment.tiles, place, address)
-                if self.cut.scales:
-                    place = self._scale_address(segment.projection.scales[matrix], row)
-                    scale = place if scale is None else T.if_then_else(tile < segment.first + segment.tiles, place, scale)
             put(target, address, half)
-            if scale is not None:
-                put(target, scale, 2 + half)
-
-    def _scale_address(self, scales: Scales, row: Any) -> Any:
-        """Of the word with the scale of the lane's piece in this weight row, or the scales of it and its neighbours."""
-        column = self.weight_word * self.format.columns
-        place = [wide(T.floordiv(row, scales.storage.block[0])), wide(T.floordiv(column, self.format.scale_columns))]
-        buffer = scales.words if self.format.scaled == "numbers" else scales.scales
-        return T.reinterpret("uint64", buffer.ptr_to(place))
 
     def _copy(self, slot: int, addresses: Any, step: int) -> None:
         """Start the copies of one step of a tile into a slot of the ring."""
         group, step = divmod(step, self.cut.steps)
-        offset = 4 * (group * self.width * self.cut.columns + step * self.cut.warps * self.cut.step) // self.format.columns
+        offset = 4 * (group * self.width * self.cut.columns + step * self.cut.stride) // self.format.columns
         for half in range(2):
             source = T.reinterpret("handle", addresses[half] + T.uint64(offset))
             do(T.ptx[COPY](self.ring.ptr_to([self.at.warp, slot, half, self.at.lane, 0]), source, 16))
-        if self.cut.scales:
-            offset = 4 * (self._scale_lines(group) + step * self.cut.warps * self.cut.step // self.format.scale_columns)
-            for half in range(2):
-                source = T.reinterpret("handle", addresses[2 + half] + T.uint64(offset))
-                do(T.ptx[COPY_WORD](self.scale_ring.ptr_to([self.at.warp, slot, self.at.lane, half]), source, 4))
-
-    def _scale_lines(self, group: int) -> int:
-        """Words of scales before a row group of a tile: none where all of the tile's rows lie in one block."""
-        scales = self.segments[0].projection.scales[0]
-        assert scales is not None
-        if scales.storage.block[0] > 1:
-            return 0
-        return group * self.width * -(-self.cut.columns // self.format.scale_columns)
 
     def _multiply(self, group: int, here: Any, ahead: Any, following: Any) -> None:
         """The steps of one row group; every slot is filled again as soon as it has been read."""
@@ -280,7 +272,7 @@ class Stream:
                     do(T.ptx[self.mma](*c, piece[0], piece[4], piece[1], piece[5], x[0], x[1], *c))
                     do(T.ptx[self.mma](*c, piece[2], piece[6], piece[3], piece[7], x[2], x[3], *c))
             else:
-                self._multiply_decoded(sums, piece, step, slot)
+                self._multiply_decoded(sums, piece, group, step)
             later, rest = divmod(number + cut.stages, cut.steps * cut.groups)
             if later:
                 with T.If(following < self.tiles), T.Then():
@@ -290,16 +282,11 @@ class Stream:
             do(T.ptx.cp.async_.commit_group())
         self._share(sums, group % cut.together)
 
-    def _multiply_decoded(self, sums: Any, piece: Any, step: int, slot: int) -> None:
+    def _multiply_decoded(self, sums: Any, piece: Any, group: int, step: int) -> None:
         """One step of quantised weights: word after word is decoded and multiplied."""
-        cut, format, lane = self.cut, self.format, self.at.lane
-        words: list[Any] = []
-        if format.scaled:
-            pair = register("uint32", 2, "scales")
-            with T.vectorized(0, 2) as v:
-                T.buffer_store(pair, self.scale_ring[self.at.warp, slot, lane, v], [v])
-            words = [pair[half] for half in range(2)]
-        scales = [format.scale_pairs(word, lane) for word in words] if format.scaled == "numbers" else None
+        cut, format = self.cut, self.format
+        words = self.scales.of_step(group, step) if self.scales else None
+        scales = [format.scale_pairs(word, self.at.lane) for word in words] if words and format.scaled == "numbers" else None
         own = format.scaled == "sums"
         totals = register("float32", cut.row_blocks * 4, "step") if own else sums
         if own:
@@ -315,9 +302,9 @@ class Stream:
                     c = [totals[block * 4 + i] for i in range(4)]
                     x = self._x(block, step)[index * len(upper) + pair :]
                     do(T.ptx[self.mma](*c, *a, x[0], x[1], *c))
-        if own:
+        if own and words:
             for i in range(cut.row_blocks * 4):
-                put(sums, sums[i] + totals[i] * T.cuda.uint_as_float(words[i % 4 // 2]), i)
+                put(sums, sums[i] + totals[i] * words[i % 4 // 2], i)
 
     def _share(self, sums: Any, more: int) -> None:
         """Leave the warp's sums where the finishing threads find them, as [group][row of x][weight row]."""
@@ -426,7 +413,7 @@ class Stream:
         return [self.fragments[(block * self.cut.steps + step) * self.each + i] for i in range(self.each)]
 
     def _x_word(self, step: int, word: int) -> Any:
-        return self.word + (step * self.cut.warps * (self.cut.step // 2) + word)
+        return self.word + (step * (self.cut.stride // 2) + word)
 
     def _order_x(self) -> None:
         """Bring x to the order in which weights are decoded."""

@@ -32,6 +32,7 @@ from .shared import (
     refuse_top1,
 )
 from .stream import Geometry, Norm, Stream, emit_add_parts, geometry, tiles_of
+from .stream_scales import StepScales
 from .values import store
 
 
@@ -76,9 +77,9 @@ def cut_of(plan: Plan, group: Group, params: StreamParams) -> Geometry | str:
 
 
 def shared_together(cut: Geometry, width: int) -> list[Geometry]:
-    """The cut with as many row groups shared together as there are threads and steps for, and with fewer: in a group of
-    quantised weights there is little to do between two barriers."""
-    fits = [n for n in (8, 4, 2) if cut.groups % n == 0 and cut.steps * n <= 8 and cut.rows * width * n <= cut.warps * 32]
+    """The cut with as many row groups shared together as half of the threads can finish, and with fewer: in a group of
+    quantised weights there is little to do between two barriers, and the other warps go on."""
+    fits = [n for n in (8, 4, 2) if cut.groups % n == 0 and cut.steps * n <= 8 and cut.rows * width * n <= cut.warps * 16]
     return [replace(cut, together=n) for n in (*fits, 1)]
 
 
@@ -96,7 +97,7 @@ def refuse_stream(plan: Plan, group: Group, params: StreamParams) -> str | None:
     for anchor in group.anchors:
         if tiles_of(int(types[anchor.inputs[1]].shape[0]), width, cut.groups) is None:  # type: ignore[union-attr]
             return f"{types[anchor.inputs[1]].shape[0]} weight rows do not split into tiles of {width * cut.groups}"  # type: ignore[union-attr]
-    if cut.scales and refuse_blocks(format, cut, width):
+    if format.scaled == "sums" and refuse_blocks(format, cut, width):
         return refuse_blocks(format, cut, width)
     if cut.rows * width > cut.warps * 32:
         return f"{cut.rows} rows need {cut.rows * width} finishing threads"
@@ -106,14 +107,14 @@ def refuse_stream(plan: Plan, group: Group, params: StreamParams) -> str | None:
 
 
 def refuse_blocks(format: Format, cut: Geometry, width: int) -> str | None:
-    """Why the stream's steps and tiles do not match the blocks that share a scale, or None."""
+    """Why a step and tile do not lie in one block that shares a scale, or None."""
     assert format.storage is not None
     high = format.storage.block[0]
-    if format.scaled == "sums" and format.scale_columns % cut.step:
+    if format.scale_columns % cut.step:
         return f"scales of {format.storage} change within a step of {cut.step} columns"
-    if cut.warps * cut.step % format.scale_columns:
-        return f"scales of {format.storage} do not divide {cut.warps} steps of {cut.step} columns"
-    if high != 1 and (not high or high % (width * cut.groups)):
+    if cut.steps > StepScales.STEPS:
+        return f"{cut.steps} steps of a warp have more scales than {StepScales.STEPS}"
+    if high % (width * cut.groups):
         return f"scales of {format.storage} change within a tile of {width * cut.groups} weight rows"
     return None
 

@@ -15,8 +15,8 @@ from tvm.tirx.script import builder as T
 COPY = "cp.async.cg.shared.global.L2::128B"
 """The hint has L2 fetch whole lines of 128 bytes: worth 8 % of bandwidth on an H200."""
 
-COPY_WORD = "cp.async.ca.shared.global.L2::128B"
-"""Of 4 bytes. L1 keeps the line: the next words of it are copied soon."""
+COPY_SHORT = "cp.async.ca.shared.global.L2::128B"
+"""Of 4 or 8 bytes. It takes as long as one of 16."""
 
 LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
 LOG2_E = 1.4426950408889634
