@@ -180,10 +180,11 @@ def test_routes_that_are_refused(change: dict, message: str) -> None:
 # -- plans ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("target", ["cpu", "cuda:sm_90a"])
 @pytest.mark.parametrize("rows", [1, 2, 64])
-def test_only_activated_experts_count(rows: int) -> None:
+def test_only_activated_experts_count(rows: int, target: str) -> None:
     circuit = load_circuit("mtp_moe")  # 32 experts, 10 a row
-    plan = plan_piece(Run(), circuit, "draft", rows, "cpu", load_schedule("cpu"), stop_after="fuse")
+    plan = plan_piece(Run(), circuit, "draft", rows, target, load_schedule(target.partition(":")[0]), stop_after="fuse")
     group = next(group for group in plan.groups if any(node.op == "experts" for node in group.nodes))
     expert = 3 * 2048 * 512 * 2
     moved = plan.cost(group, 0).bytes
@@ -191,9 +192,8 @@ def test_only_activated_experts_count(rows: int) -> None:
     assert moved < min(32, 10 * rows) * expert + 16 * 2**20
 
 
-@pytest.mark.parametrize(
-    "attrs", [{}, {"scoring": "sigmoid"}, {"scoring": "sigmoid", "groups": 4, "kept": 2}, {"groups": 4, "kept": 2}]
-)
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("corrected", [False, True])
 def test_a_margin_is_what_a_choice_stands(scoring, groups, corrected):
     """Logits that change by less than it leave the choice as it is; a change of a few margins does not, for most rows."""

@@ -389,10 +389,10 @@ def _logits_type(plan: Plan, node: Node) -> TensorType:
 
 
 def _emit_plain_route(env: Any, node: Node, blocks_per_processor: int) -> None:
+    x, router, *corrections = node.inputs
     logits = env.scratch(f"{node.name} logits")
-    projection = Projection((env.buffer(node.inputs[1]),), lambda row, column, sums: store(logits, [row, column], sums[0]))
+    projection = Projection((env.buffer(router),), lambda row, column, sums: store(logits, [row, column], sums[0]))
     ids, share = (env.buffer(value.name) for value in node.outputs)
-    correction = env.buffer(node.inputs[2]) if len(node.inputs) > 2 else None
-    choosing = choosing_of(node, projection.columns, correction)
-    emit_plain(env, env.flat(node.inputs[0]), [projection], blocks_per_processor=blocks_per_processor)
+    choosing = choosing_of(node, projection.columns, env.buffer(corrections[0]) if corrections else None)
+    emit_plain(env, env.flat(x), [projection], blocks_per_processor=blocks_per_processor)
     emit_route(env, choosing, logits, ids, share)
