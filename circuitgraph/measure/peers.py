@@ -6,6 +6,7 @@ This is the competitor, not the reference: it is written to be fast, and its res
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -140,7 +141,7 @@ class TorchMoeHead(TorchMtpHead):
     def _take_ffn(self, circuit: Circuit, weights: Mapping[str, torch.Tensor], name: str = "layer.ffn") -> None:
         super()._take_ffn(circuit, weights, f"{name}.shared")
         (route,) = [node for node in circuit.nodes if node.op == "route"]
-        self.route = dict(route.attr)
+        self.route: dict[str, Any] = dict(route.attr)
         parts = [weights[f"{name}.{part}"] for part in ("gate", "up") if f"{name}.{part}" in weights]
         self.w["experts"] = torch.cat(parts, 1).to(torch.bfloat16)
         self.w["experts_down"] = weights[f"{name}.down"].to(torch.bfloat16)
@@ -184,8 +185,9 @@ class TorchMoeHead(TorchMtpHead):
         numbers = torch.arange(len(experts), device=x.device)
         ends = torch.searchsorted(ids.flatten()[order], numbers, right=True).to(torch.int32)
         row = order // ids.shape[1]
-        gate, up = torch._grouped_mm(x[row], experts.transpose(1, 2), ends).chunk(2, dim=-1)
-        made = torch._grouped_mm(F.silu(gate) * up, down.transpose(1, 2), ends)
+        multiply = torch.ops.aten._grouped_mm
+        gate, up = multiply(x[row], experts.transpose(1, 2), ends).chunk(2, dim=-1)
+        made = multiply(F.silu(gate) * up, down.transpose(1, 2), ends)
         return torch.zeros_like(x, dtype=torch.float32).index_add(0, row, made * share.flatten()[order, None])
 
 

@@ -11,7 +11,7 @@ import torch
 from ..circuit.ir import Circuit
 from ..interpreter import interpret
 from ..ops import PagedKV
-from ..ops.moe import Route
+from ..ops.moe import route_margin
 
 ROUNDING = {"f32": 1e-4, "f16": 5e-3, "bf16": 3e-2}
 """What rounding may change a logit of a router by, generously, in standard deviations of a row's logits."""
@@ -30,7 +30,7 @@ def sure_rows(
     like = next(iter(inputs.values()))
     sure = torch.ones(len(like), dtype=torch.bool, device=like.device)
     for node, x in zip(nodes, seen, strict=True):
-        sure &= Route.margin([x, *(weights[name] for name in node.inputs[1:])], node.attr) > ROUNDING[circuit.act]
+        sure &= route_margin([x, *(weights[name] for name in node.inputs[1:])], node.attr) > ROUNDING[circuit.act]
     return sure
 
 

@@ -131,24 +131,32 @@ class MixtureParams:
 
     def up(self, plan: Plan, sizes: Sizes, words: int) -> UpCut | str:
         """words: of a warp's memory while it chooses."""
-        warps = next(warps for warps in range(self.warps, 0, -1) if sizes.hidden % (warps * sizes.step) == 0)
-        steps = sizes.hidden // (warps * sizes.step)
-        resident = sizes.row_blocks * steps * sizes.step // 8 <= self.registers
-        rings = [stages for stages in range(2, self.stages + 4) if stages % steps == 0 or steps % stages == 0]
-        rings = sorted(rings or [1], key=lambda stages: (abs(stages - self.stages), stages))
-        cuts = [UpCut(warps, steps, stages, resident, buffers) for buffers in (2, 1) for stages in rings]
-        cuts = [cut for cut in cuts if cut.stages <= rings[0]]
-        limit = architecture_of(plan).shared_bytes
-        sizes_of_cuts = [cut.shared_bytes(sizes, words) for cut in cuts]
-        return next(
-            (cut for cut, used in zip(cuts, sizes_of_cuts, strict=True) if used <= limit),
-            f"needs {min(sizes_of_cuts)} B of shared memory",
-        )
+        limit, least = architecture_of(plan).shared_bytes, None
+        for warps in self._fewer([warps for warps in range(self.warps, 0, -1) if sizes.hidden % (warps * sizes.step) == 0]):
+            steps = sizes.hidden // (warps * sizes.step)
+            resident = sizes.row_blocks * steps * sizes.step // 8 <= self.registers
+            rings = [stages for stages in range(2, self.stages + 4) if stages % steps == 0 or steps % stages == 0]
+            rings = sorted(rings or [1], key=lambda stages: (abs(stages - self.stages), stages))
+            cuts = [UpCut(warps, steps, stages, resident, buffers) for buffers in (2, 1) for stages in rings]
+            for cut in (cut for cut in cuts if cut.stages <= rings[0]):
+                least = min(least or limit * 2, cut.shared_bytes(sizes, words))
+                if least <= limit:
+                    return cut
+        return f"needs {least} B of shared memory"
 
     def down(self, plan: Plan, sizes: Sizes) -> DownCut | str:
-        cuts = [DownCut(self.warps, stages) for stages in range(self.stages, 1, -1)]
+        warps = self._fewer(list(range(self.warps, 0, -1)))
+        cuts = [DownCut(some, stages) for some in warps for stages in range(self.stages, 1, -1)]
         limit = architecture_of(plan).shared_bytes
         return next((cut for cut in cuts if cut.shared_bytes(sizes) <= limit), "needs more shared memory than there is")
+
+    def _fewer(self, warps: list[int]) -> list[int]:
+        """The first of these, and for GPUs with little shared memory about half as many, and half of those."""
+        kept: list[int] = []
+        for some in warps:
+            if not kept or some <= kept[-1] // 2:
+                kept.append(some)
+        return kept
 
 
 def refuse_mixture(plan: Plan, group: Group, params: MixtureParams) -> str | None:
@@ -381,10 +389,10 @@ def _logits_type(plan: Plan, node: Node) -> TensorType:
 
 
 def _emit_plain_route(env: Any, node: Node, blocks_per_processor: int) -> None:
+    x, router, *corrections = node.inputs
     logits = env.scratch(f"{node.name} logits")
-    projection = Projection((env.buffer(node.inputs[1]),), lambda row, column, sums: store(logits, [row, column], sums[0]))
+    projection = Projection((env.buffer(router),), lambda row, column, sums: store(logits, [row, column], sums[0]))
     ids, share = (env.buffer(value.name) for value in node.outputs)
-    correction = env.buffer(node.inputs[2]) if len(node.inputs) > 2 else None
-    choosing = choosing_of(node, projection.columns, correction)
-    emit_plain(env, env.flat(node.inputs[0]), [projection], blocks_per_processor=blocks_per_processor)
+    choosing = choosing_of(node, projection.columns, env.buffer(corrections[0]) if corrections else None)
+    emit_plain(env, env.flat(x), [projection], blocks_per_processor=blocks_per_processor)
     emit_route(env, choosing, logits, ids, share)
