@@ -22,8 +22,8 @@ from circuitgraph.artifact import Manifest, check_device
 from circuitgraph.errors import Fault, RuntimeUseError
 from circuitgraph.ops import TORCH_DTYPES, PagedKV
 
-from .compiled import CHAIN_FUNCTIONS, MASKED, MASKED_OUTPUT, CompiledRunner, _Program
-from .runner import Blocks, Caches, ChainRows, DraftChain, DraftStep, _kind, no_autograd
+from .compiled import CHAIN_FUNCTIONS, CompiledRunner, _Program
+from .runner import MASKED, MASKED_OUTPUT, Blocks, Caches, ChainRows, DraftChain, DraftStep, _kind, no_autograd
 
 ADDRESSING = ("slot", "seq", "table", "start", "length")
 """The integers of a `PagedKV`, in its own order."""
