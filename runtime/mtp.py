@@ -1,4 +1,4 @@
-"""`MtpProposer`: the lifecycle for drafters with one autoregressive head over a paged KV cache."""
+"""`MtpProposer`: the lifecycle of drafting, for every kind of drafter (`kinds`) over a paged KV cache, or over none."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from .carried import CarriedKV
 from .device_form import DeviceForm
 from .draft_binding import DraftBinding, bind_draft, reasons_against
 from .grammar import Bitmask, Grammar, Grammars
+from .kinds import Block
 from .metrics import Metrics
 from .mtp_checks import FARTHEST
 from .mtp_device import DeviceMethods
@@ -38,29 +39,35 @@ REFERENCE_BATCH = 64
 class MtpProposer(DeviceMethods, DraftProposer):
     """Drafts with a `DraftRunner`, KV rows in a `BlockPool`. See `DraftProposer` for the contract.
 
+    It drives MTP heads and EAGLE (a row a draft), Medusa (no rows) and DFlash (a block of scratch rows) alike: the runner's
+    `kind` says what differs. Without rows, prefill and catch-up check their arguments and write nothing.
+
     Args:
         runner: compiled or reference.
         pool: made for the same circuit and device, and used by this proposer alone.
         trim: what stays after a verify (`trim.TRIM`). With "exact", follow `after_verify` with `catchup_batch` for the
-            accepted drafts; skipping it costs accepted length, never correctness.
+            accepted drafts; skipping it costs accepted length, never correctness. Only chains have rows that are not
+            exact: for other kinds all policies are "exact".
 
     Raises:
-        RuntimeUseError: a pool that does not fit the runner, or an unknown policy.
+        RuntimeUseError: a pool that does not fit the runner, an unknown policy, or a program that no proposer can drive.
     """
 
     def __init__(self, runner: DraftRunner, pool: BlockPool, *, trim: str = "exact"):
         if trim not in TRIM:
             raise RuntimeUseError(Fault(f"no trim policy '{trim}'", hint=did_you_mean(trim, TRIM)))
+        _check_ids(runner)
         _check_pool(runner, pool)
         pool.claim(self)
         self.runner = runner
+        self.kind = runner.kind
         self.pool = pool
-        self.trim = trim
+        self.trim = "exact" if self.kind.at_once else trim
         self.metrics = Metrics(ledger=lambda: pool.ledger)
         self._own = runner
         weakref.finalize(pool, runner.release(pool.storage))
         self._batch = Batch(runner, pool)
-        self._device = DeviceForm(Batch(runner, pool, on_device=True), trim)
+        self._device = DeviceForm(Batch(runner, pool, on_device=True), self.trim)
         self._bitmask: Bitmask | None = None
         self._warned = False
         self._deferred: tuple[MtpProposerState, torch.Tensor] | None = None
@@ -79,9 +86,9 @@ class MtpProposer(DeviceMethods, DraftProposer):
             )
             raise RuntimeUseError(fault)
         # Sequences draft up to the position limit only, so that bounds the promise too.
-        rows = self.prefill_hidden_rows(budget_tokens or 0)
+        rows = self._below_limit(self.kind.promised(int(budget_tokens))) if budget_tokens else 0
         with self._lock:
-            return MtpProposerState(self, self.pool.open(rows))
+            return MtpProposerState(self, self.pool.open(rows), keeps_rows=self.kind.keeps_rows)
 
     def free_state(self, state: ProposerState) -> None:
         with self._lock:
@@ -173,8 +180,11 @@ class MtpProposer(DeviceMethods, DraftProposer):
             return written
 
     def prefill_hidden_rows(self, max_seq_len: int) -> int:
+        return self._below_limit(self.kind.hidden_rows(max_seq_len))
+
+    def _below_limit(self, rows: int) -> int:
         limit = self.runner.max_position
-        return max_seq_len if limit is None else min(max_seq_len, limit)
+        return rows if limit is None else min(rows, limit)
 
     def prefill_uses_shared_buffers(self) -> bool:
         return False  # programs have a workspace of their own
@@ -183,7 +193,7 @@ class MtpProposer(DeviceMethods, DraftProposer):
         return False  # the forward runs whole on one device
 
     def block_gamma(self) -> int | None:
-        return None
+        return self.kind.gamma if isinstance(self.kind, Block) else None
 
     def catchup_drafter(self, tokens: Sequence[int], hiddens: Hiddens, row_base: int, pos_base: int, state: ProposerState) -> int:
         with self._lock:
@@ -227,7 +237,9 @@ class MtpProposer(DeviceMethods, DraftProposer):
             len(ids) if limit is None else max(min(len(ids), limit - first), 0)
             for ids, first in zip(tokens, first_pos, strict=True)
         ]
-        if sum(counts) < sum(len(ids) for ids in tokens):
+        if not self.kind.keeps_rows:
+            counts = [0] * len(counts)
+        elif sum(counts) < sum(len(ids) for ids in tokens):
             self.metrics.refusals["position_limit"] += 1
         held = [len(state.lease.blocks) for state in states]
         if any(counts):
@@ -365,7 +377,7 @@ class MtpProposer(DeviceMethods, DraftProposer):
             state.next_token = state.proposed_at = position
             if ids:
                 self._begin(state, position)
-                state.history.append(position, len(ids))
+                state.history.append(position, self.kind.adds(len(ids)))
             if (len(state.lease.blocks) - 1) * block_size >= len(state.history.positions):
                 self.pool.shrink(state.lease, state.rows)
         # Of this propose or of none: an id of an earlier one would be taken for this one's.
@@ -390,18 +402,18 @@ class MtpProposer(DeviceMethods, DraftProposer):
 
         Returns the tokens of all rows.
         """
-        limit, tokens = self.runner.max_position, call.tokens
+        limit, tokens, kind = self.runner.max_position, call.tokens, self.kind
         for row, (state, position) in enumerate(zip(states, call.positions, strict=True)):
-            count = num_drafts if limit is None else min(num_drafts, limit - position)
+            count = kind.drafts(num_drafts, position, limit)
             if count < 1:
                 if num_drafts:
                     self.metrics.refusals["position_limit"] += 1
                 continue
             rows = state.rows
-            if rows + count > len(state.lease.blocks) * self.pool.block_size:
+            if rows + kind.writes(count, position, limit) > len(state.lease.blocks) * self.pool.block_size:
                 # Fewer drafts where memory ends; without room for one, the refusal is counted.
-                count = max(min(count, self.pool.room(state.lease) - rows), 1)
-                if not self._reserve([(state, rows + count)]):
+                count = max(kind.fits(count, self.pool.room(state.lease) - rows, position, limit), 1)
+                if not self._reserve([(state, rows + kind.writes(count, position, limit))]):
                     continue
             call.rows.append(row)
             call.counts.append(count)
@@ -418,9 +430,8 @@ class MtpProposer(DeviceMethods, DraftProposer):
             return None
         words = self.runner.mask_words
         if words is None or self.runner.serves(len(given), masked=True) is None:
-            hint = (
-                "Compile with --with draft_masked, or draft without the grammar: the text stays right, fewer drafts are accepted."
-            )
+            hint = f"Compile with {self.runner.masked_entries}"
+            hint += ", or draft without the grammar: the text stays right, fewer drafts are accepted."
             self._refuse("no program drafts under a mask", "grammar", "None", "a grammar", hint)
         if self._bitmask is None or self._bitmask.device != self.runner.device or self._bitmask.words != words:
             self._bitmask = Bitmask(words, self.runner.device)
@@ -454,7 +465,8 @@ class MtpProposer(DeviceMethods, DraftProposer):
                 known = known[: known.index(DEFERRED)] if DEFERRED in known else known
                 mine.read(mine.proposed_at + 1, known)
                 mine.next_token = mine.proposed_at + num_accepted + 1
-            mine.history.keep(mine.rows - drafted + cast(int, TRIM[self.trim](drafted, num_accepted)))
+            written = self.kind.adds(drafted)
+            mine.history.keep(mine.rows - written + cast(int, TRIM[self.trim](written, min(num_accepted, written))))
             mine.last_drafts, mine.proposed_at = [], None
             self.pool.shrink(mine.lease, mine.rows)
             self.metrics.count_verify(drafted, num_accepted)
@@ -467,7 +479,8 @@ class MtpProposer(DeviceMethods, DraftProposer):
 
     def rows_behind(self, state: ProposerState, position: int) -> int:
         with self._lock:
-            return max(position - self._mine(state).next_position, 0)
+            mine = self._mine(state)
+            return max(position - mine.next_position, 0) if self.kind.keeps_rows else 0
 
     def last_pair_key(self, state: ProposerState) -> int | None:
         with self._lock:
@@ -519,6 +532,16 @@ class _Locks:
     def __exit__(self, *exception: object) -> None:
         self._entered.pop().release()
         self._own.release()
+
+
+def _check_ids(runner: DraftRunner) -> None:
+    """Drafts are fed back and handed out as the target's ids."""
+    scored = runner.circuit.types[dict(runner.circuit.outputs)["logits"]].shape[-1]  # type: ignore[union-attr]
+    if dict(runner.circuit.facts).get("ids") == "own" and scored != runner.vocab_size:
+        got, hint = f"its own {scored} ids", "Compile with the switch ids=target."
+        raise RuntimeUseError(
+            Fault("drafts ids of its own", where=runner.circuit.name, expected="the target's ids", got=got, hint=hint)
+        )
 
 
 def _check_pool(runner: DraftRunner, pool: BlockPool) -> None:

@@ -279,6 +279,12 @@ class DraftRunner(abc.ABC):
             return "first_logits" if first else "logits"
         return ("first" if first else "draft") + (MASKED if masked else "")
 
+    @property
+    def masked_entries(self) -> str:
+        """The options that compile what drafts under a mask."""
+        entries = dict.fromkeys(self._entry(masked=True, recycled=recycled) for recycled in (False, True))
+        return " ".join(f"--with {entry}" for entry in entries)
+
     @cached_property
     def _starts_apart(self) -> bool:
         return any(entry.name == "first" for entry in self.circuit.entries)
