@@ -20,6 +20,11 @@ class Kind(ABC):
     keeps_rows = True
     """A sequence has rows in a cache."""
 
+    @property
+    def most_drafts(self) -> int | None:
+        """Drafts of one propose at most, None where nothing here bounds them."""
+        return None
+
     @abstractmethod
     def drafts(self, wanted: int, position: int, limit: int | None) -> int:
         """How many of `wanted` drafts there can be below the position limit; 0 or less: none."""
@@ -75,6 +80,10 @@ class Heads(Kind):
     heads: int
     keeps_rows = False
 
+    @property
+    def most_drafts(self) -> int:
+        return self.heads
+
     def drafts(self, wanted: int, position: int, limit: int | None) -> int:
         return min(wanted, self.heads)
 
@@ -103,8 +112,12 @@ class Block(Kind):
     gamma: int
     mask: int
 
+    @property
+    def most_drafts(self) -> int:
+        return self.gamma - 1
+
     def drafts(self, wanted: int, position: int, limit: int | None) -> int:
-        most = self.gamma - 1
+        most = self.most_drafts
         return min(wanted, most if limit is None else min(most, limit - 1 - position))
 
     def writes(self, drafts: int, position: int = 0, limit: int | None = None) -> int:
