@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from circuitgraph.ops import PagedKV
 
 from .pool import BlockPool
 from .proposer import Hiddens
-from .runner import ChainRows, DraftChain, DraftRunner
+from .runner import ChainRows, DraftChain, DraftRunner, Drafts
 from .state import MtpProposerState
 
 KEPT_VIEWS = 64
@@ -130,7 +130,7 @@ class Batch:
         caches = self.caches(states, range(len(states)), [row + 1 for row in first], slots[0]) if depth else {}
         return steps, self.token.fill(tokens), stacked([hiddens]), self.position.fill(positions), caches, slots
 
-    def chain_lists(
+    def launch(
         self,
         tokens: Sequence[int],
         hiddens: Hiddens,
@@ -139,17 +139,18 @@ class Batch:
         counts: Sequence[int],
         *,
         allowed: torch.Tensor | None = None,
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """As `chain`: (drafts, logprobs), one list a row, of which the first counts[i] mean something."""
+    ) -> Callable[[], Drafts]:
+        """As `chain`, not waited for: what is returned waits, and gives drafts and logprobs, one list a row, of which the
+        first counts[i] mean something."""
         if self.runner.kind.at_once:
-            return self.chain(tokens, hiddens, positions, states, counts).read()
+            return self.chain(tokens, hiddens, positions, states, counts).read
         before = [len(state.history.positions) for state in states]
         slots = [self.pool.slots(s.lease, row, count) for s, row, count in zip(states, before, counts, strict=True)]
         rows = ChainRows(tokens, positions, before, slots, [state.lease for state in states])
-        made = self.runner.chain_packed(max(counts), rows, stacked([hiddens]), self.pool.storage, allowed)
-        if made is not None:
-            return made
-        return self.chain(tokens, hiddens, positions, states, counts, allowed=allowed).read()
+        wait = self.runner.start_chain(max(counts), rows, stacked([hiddens]), self.pool.storage, allowed)
+        if wait is not None:
+            return wait
+        return self.chain(tokens, hiddens, positions, states, counts, allowed=allowed).read
 
     def context(
         self,

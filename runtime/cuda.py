@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import threading
 import weakref
 from collections import OrderedDict
@@ -23,7 +24,7 @@ from circuitgraph.errors import Fault, RuntimeUseError
 from circuitgraph.ops import TORCH_DTYPES, PagedKV
 
 from .compiled import CHAIN_FUNCTIONS, CompiledRunner, _Program
-from .runner import MASKED, MASKED_OUTPUT, Blocks, Caches, ChainRows, DraftChain, DraftStep, _kind, no_autograd
+from .runner import MASKED, MASKED_OUTPUT, Blocks, Caches, ChainRows, DraftChain, Drafts, DraftStep, _kind, no_autograd
 
 ADDRESSING = ("slot", "seq", "table", "start", "length")
 """The integers of a `PagedKV`, in its own order."""
@@ -159,14 +160,14 @@ class CudaRunner(CompiledRunner):
         return self._replay(steps, token, hidden, position, kv, slots, stops=True, allowed=allowed)
 
     @no_autograd()
-    def chain_packed(
+    def start_chain(
         self,
         steps: int,
         rows: ChainRows,
         hidden: torch.Tensor,
         storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
         allowed: torch.Tensor | None = None,
-    ) -> tuple[list[list[int]], list[list[float]]]:
+    ) -> Callable[[], Drafts]:
         if torch.cuda.is_current_stream_capturing():
             hint = "Capture `chain` instead, with integers on the device."
             raise RuntimeUseError(Fault("drafts cannot be read while a graph is captured", where=self.circuit.name, hint=hint))
@@ -175,15 +176,21 @@ class CudaRunner(CompiledRunner):
         width = _bucket(max([len(blocks.blocks) for blocks in rows.blocks]))
         with self._device():
             route = self._route(entry, steps, n, width, storage)
-            if len(route.parts) == 1:
-                ((graph, _, _),) = route.parts
+            graph, _, first_count = route.parts[0]
+            if first_count == n:
                 graph.run_packed(rows, hidden, allowed)
-                return graph.read(n)
-            drafts: list[list[int]] = []
-            logprobs: list[list[float]] = []
-            for graph, first, count in route.parts:
-                mask = None if allowed is None else allowed[first : first + count]
-                graph.run_packed(rows.part(first, count), hidden[first : first + count], mask)
+            else:
+                graph.run_packed(*_rows_of(rows, hidden, allowed, 0, first_count))
+        return functools.partial(self._finish, route, rows, hidden, allowed)
+
+    @no_autograd()
+    def _finish(self, route: _Route, rows: ChainRows, hidden: torch.Tensor, allowed: torch.Tensor | None) -> Drafts:
+        """Wait for a chain whose first part is running; the other parts, which may be calls of the same program, follow."""
+        with self._device():
+            (graph, _, count), *others = route.parts
+            drafts, logprobs = graph.read(count)
+            for graph, first, count in others:
+                graph.run_packed(*_rows_of(rows, hidden, allowed, first, count))
                 ids, scores = graph.read(count)
                 drafts += ids
                 logprobs += scores
@@ -303,6 +310,12 @@ class _Route(NamedTuple):
     parts: list[tuple[_Chain, int, int]]
 
 
+def _rows_of(rows: ChainRows, hidden: torch.Tensor, allowed: torch.Tensor | None, first: int, count: int) -> tuple[Any, ...]:
+    """rows first..first+count-1 of a call."""
+    last = first + count
+    return rows.part(first, count), hidden[first:last], None if allowed is None else allowed[first:last]
+
+
 class _Chain:
     """`steps` calls of one program with memory of their own, recorded as a CUDA graph at the second use.
 
@@ -336,6 +349,11 @@ class _Chain:
         self.tables: list[int] | None = None
         """Versions of the blocks that the staged tables are copies of; None when other calls have written there."""
         self.ramp = torch.arange(steps, dtype=torch.int32)[:, None]
+        # Slots, positions and lengths lie one after the other, so one addition forms all steps of them.
+        kinds = 2 + len(sizes)
+        self.starts = torch.zeros(kinds, 1, n, dtype=torch.int32)
+        self.starts_cells = (ctypes.c_int32 * self.starts.numel()).from_address(self.starts.data_ptr())
+        self.counted = self.pinned[n : self.often].view(kinds, steps, n)
         self.copied = torch.cuda.Event()
         self.hidden = torch.zeros(n, runner.hidden_size, dtype=TORCH_DTYPES[runner.circuit.act], device=device)
         # Drafts and, as the same 32 bits, log-probabilities: one copy takes both to the caller.
@@ -399,29 +417,41 @@ class _Chain:
     def run_packed(self, rows: ChainRows, hidden: torch.Tensor, allowed: torch.Tensor | None) -> None:
         """As `run`, of plain integers: they go straight into the page-locked memory."""
         n, count = self.program.rows, len(rows.tokens)
-        idle = [0] * (n - count)
-        ends = [len(slots) for slots in rows.slots]
-        tokens, slots, positions, lengths = [*rows.tokens, *idle], [], [], []
-        if min(ends) >= self.steps:
-            for step in range(self.steps):
-                slots += [written[step] for written in rows.slots] + [-1] * (n - count)
-                positions += [position + step for position in rows.positions] + idle
-                lengths += [before + step + 1 for before in rows.before] + idle
-        else:
-            for step in range(self.steps):
-                live = [step < end for end in ends]
-                slots += [written[step] if on else -1 for written, on in zip(rows.slots, live, strict=True)] + [-1] * (n - count)
-                positions += [position + step if on else 0 for position, on in zip(rows.positions, live, strict=True)] + idle
-                lengths += [before + step + 1 if on else 0 for before, on in zip(rows.before, live, strict=True)] + idle
         if self.tables is None:
             self._await_copy()
-        self.cells[: self.often] = tokens + slots + positions + lengths * len(self.states)
+        if count == n and min(map(len, rows.slots)) >= self.steps:
+            self._stage_whole(rows)
+        else:
+            self._stage_some(rows)
         self._stage_tables(rows.blocks)
         (self.hidden if count == n else self.hidden[:count]).copy_(hidden)
         if self.allowed is not None and allowed is not None:
             self.allowed[:count].copy_(allowed)
         # The copy is part of the graph: `read` waits for all of it, so this memory is free again by the next call.
         self._replay(formed=True, masked=False, sends=True)
+
+    def _stage_whole(self, rows: ChainRows) -> None:
+        """Every row of the program makes all steps: what step 0 reads, counted on, but for slots that go over to a block
+        elsewhere."""
+        n, starts = self.program.rows, [written[0] for written in rows.slots]
+        self.starts_cells[:] = starts + list(rows.positions) + [before + 1 for before in rows.before] * len(self.states)
+        torch.add(self.starts, self.ramp, out=self.counted)
+        self.cells[:n] = rows.tokens
+        for row, written in enumerate(rows.slots):
+            if type(written) is not range:
+                self.cells[n + row : n + row + n * self.steps : n] = written[: self.steps]
+
+    def _stage_some(self, rows: ChainRows) -> None:
+        """Rows without work, and rows that stop before the end."""
+        idle = [0] * (self.program.rows - len(rows.tokens))
+        tokens, slots, positions, lengths = [*rows.tokens, *idle], [], [], []
+        ends = [len(written) for written in rows.slots]
+        for step in range(self.steps):
+            live = [step < end for end in ends]
+            slots += [written[step] if on else -1 for written, on in zip(rows.slots, live, strict=True)] + [-1] * len(idle)
+            positions += [position + step if on else 0 for position, on in zip(rows.positions, live, strict=True)] + idle
+            lengths += [before + step + 1 if on else 0 for before, on in zip(rows.before, live, strict=True)] + idle
+        self.cells[: self.often] = tokens + slots + positions + lengths * len(self.states)
 
     def _stage_tables(self, blocks: Sequence[Blocks]) -> None:
         """Tables whose blocks have changed since they were copied."""
@@ -549,7 +579,7 @@ class _Chain:
         made = self.result[:, :, :count].clone()
         return DraftChain(made[0].T, made[1].view(torch.float32).T, self.hiddens[-1][:count].clone())
 
-    def read(self, count: int) -> tuple[list[list[int]], list[list[float]]]:
+    def read(self, count: int) -> Drafts:
         """(drafts, logprobs) on the host: waits for the chain."""
         self.pinned_result.copy_(self.result, non_blocking=True)
         if count not in self.readings:

@@ -34,13 +34,14 @@ class Call:
     grammars: Grammars | None = None
     stop_logprob: float | None = None
     embed_target: torch.Tensor | None = None
+    meanwhile: Callable[[], None] | None = None
+    """What the host does while all drafts are made in one chain."""
 
     def stepwise(self, at_once: bool) -> bool:
         """Whether the host decides on each draft; where they come all at once (`at_once`), only masks are beyond the program."""
         if at_once:
             return self.grammars is not None
         return self.stop_logprob is not None or (self.grammars is not None and self.grammars.stepwise)
-
 
     def ends(self, token: int, score: float) -> bool:
         """Whether a draft is the last of its chain. An unmeasured score, NaN, compares as false."""
@@ -65,7 +66,10 @@ def _in_one_chain(batch: Batch, call: Call) -> Drafted:
     rows = (call.tokens, call.hiddens, call.positions, call.states, call.counts)
     if call.embed_target is not None:
         return _all_but_the_last(batch, call, batch.chain(*rows, allowed=allowed))
-    made = Drafted(*batch.chain_lists(*rows, allowed=allowed))
+    wait = batch.launch(*rows, allowed=allowed)
+    if call.meanwhile is not None:
+        call.meanwhile()
+    made = Drafted(*wait())
     _cut_all(call, made, 0)
     return made
 

@@ -147,7 +147,9 @@ def kind_of(circuit: Circuit) -> Kind:
         if type(gamma) is not int or type(mask) is not int or gamma < 2 or mask < 0:
             expected, got = "a block_size of 2 or more, and a mask_token", f"{gamma} and {mask}"
             hint = "Give them under `constants` in the program."
-            raise RuntimeUseError(Fault("does not say how a block is made", where=circuit.name, expected=expected, got=got, hint=hint))
+            raise RuntimeUseError(
+                Fault("does not say how a block is made", where=circuit.name, expected=expected, got=got, hint=hint)
+            )
         return Block(gamma, mask)
     if "next_hidden" in draft.outputs:
         return Chain()

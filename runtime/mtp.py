@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
@@ -27,7 +28,7 @@ from .mtp_device import DeviceMethods
 from .pool import BlockPool
 from .proposer import DraftProposer, Hiddens
 from .runner import DraftRunner, no_autograd
-from .state import DEFERRED, MtpProposerState, ProposerState
+from .state import DEFERRED, Entry, MtpProposerState, ProposerState
 from .trim import TRIM
 
 log = logging.getLogger("circuitgraph.runtime")
@@ -353,12 +354,17 @@ class MtpProposer(DeviceMethods, DraftProposer):
             ):
                 self._check_settled(state)
                 self._check_next(state, position)
-        positions = call.positions
         held = [len(state.lease.blocks) for state in states]
+        entry = Entry(states, call.tokens, call.positions)
         try:
-            tokens = self._choose_rows(call, states, num_drafts)
+            self._choose_rows(call, states, num_drafts)
+            added = [self.kind.adds(count) for count in call.counts]
+            call.meanwhile = functools.partial(entry.make, call.rows, added, self.runner.model_digest)
             made = self._drafted(call)
+            if not entry.made:
+                call.meanwhile()
         except BaseException:
+            entry.undo()
             self._give_back(states, held)
             raise
         drafts, logprobs = made.ids, made.scores
@@ -366,25 +372,30 @@ class MtpProposer(DeviceMethods, DraftProposer):
             drafts, logprobs = [[] for _ in states], [[] for _ in states]
             for row, ids, scores in zip(call.rows, made.ids, made.scores, strict=True):
                 drafts[row], logprobs[row] = ids, scores
-        for row in () if all(made.ids) else call.rows:
-            if not drafts[row]:
-                self.metrics.refusals["grammar" if call.grammars and call.grammars.masked(row) else "not_finite"] += 1
-        block_size = self.pool.block_size
-        for state, token, position, ids, scores in zip(states, tokens, positions, drafts, logprobs, strict=True):
+        self.metrics.skipped_rows += sum(entry.gaps)
+        if [len(ids) for ids in made.ids] != call.counts:
+            self._shorten(call, made.ids, entry.gaps)
+        if self.kind.at_once:
+            for state in call.states:  # rows that were scratch
+                self.pool.shrink(state.lease, state.rows)
+        for state, ids, scores in zip(states, drafts, logprobs, strict=True):
             state.last_drafts = ids
             state.last_scores = scores
-            state.read(position, [token])
-            state.next_token = state.proposed_at = position
-            if ids:
-                self._begin(state, position)
-                state.history.append(position, self.kind.adds(len(ids)))
-            if (len(state.lease.blocks) - 1) * block_size >= len(state.history.positions):
-                self.pool.shrink(state.lease, state.rows)
         # Of this propose or of none: an id of an earlier one would be taken for this one's.
         self._deferred = None if made.deferred is None else (states[0], made.deferred)
         if out_confidence is not None:
             out_confidence[:] = logprobs
         return [list(ids) for ids in drafts]
+
+    def _shorten(self, call: drafting.Call, drafts: Sequence[Sequence[int]], gaps: Sequence[int]) -> None:
+        """Take back the rows of drafts that did not come, and what was counted for sequences without any."""
+        for row, state, count, ids, gap in zip(call.rows, call.states, call.counts, drafts, gaps, strict=True):
+            if len(ids) < count:
+                state.history.keep(state.rows - self.kind.adds(count) + self.kind.adds(len(ids)))
+                self.pool.shrink(state.lease, state.rows)
+            if not ids:
+                self.metrics.skipped_rows -= gap
+                self.metrics.refusals["grammar" if call.grammars and call.grammars.masked(row) else "not_finite"] += 1
 
     def _drafted(self, call: drafting.Call) -> drafting.Drafted:
         """Run the rows that were chosen; matchers are where they were afterwards, whatever happens."""
@@ -397,12 +408,9 @@ class MtpProposer(DeviceMethods, DraftProposer):
             if call.grammars:
                 call.grammars.rollback()
 
-    def _choose_rows(self, call: drafting.Call, states: Sequence[MtpProposerState], num_drafts: int) -> list[int]:
-        """Reserve blocks and keep in `call` the rows that draft: the others stay out of the launch altogether.
-
-        Returns the tokens of all rows.
-        """
-        limit, tokens, kind = self.runner.max_position, call.tokens, self.kind
+    def _choose_rows(self, call: drafting.Call, states: Sequence[MtpProposerState], num_drafts: int) -> None:
+        """Reserve blocks and keep in `call` the rows that draft: the others stay out of the launch altogether."""
+        limit, kind = self.runner.max_position, self.kind
         for row, (state, position) in enumerate(zip(states, call.positions, strict=True)):
             count = kind.drafts(num_drafts, position, limit)
             if count < 1:
@@ -419,10 +427,9 @@ class MtpProposer(DeviceMethods, DraftProposer):
             call.counts.append(count)
             call.states.append(state)
         if len(call.rows) < len(states):
-            call.tokens = [tokens[row] for row in call.rows]
+            call.tokens = [call.tokens[row] for row in call.rows]
             call.hiddens = [call.hiddens[row] for row in call.rows]
             call.positions = [call.positions[row] for row in call.rows]
-        return tokens
 
     def _grammars(self, given: Sequence[Grammar | None], num_drafts: int) -> Grammars | None:
         """The grammars of a call, checked; None when there are none."""

@@ -40,7 +40,7 @@ class Checks:
 
     def _all_mine(self, states: Sequence[ProposerState]) -> list[MtpProposerState]:
         mine = [self._mine(state) for state in states]
-        if len({id(state) for state in mine}) != len(mine):
+        if len(set(mine)) != len(mine):
             self._refuse("one sequence cannot be in a batch twice", "states", "distinct states", "a state listed twice")
         return mine
 
@@ -76,8 +76,8 @@ class Checks:
     # -- lists and tensors -------------------------------------------------------------------------------------
 
     def _same_length(self, **lists: Sequence | torch.Tensor) -> None:
-        lengths = {name: len(items) for name, items in lists.items()}
-        if len(set(lengths.values())) > 1:
+        if len(set(map(len, lists.values()))) > 1:
+            lengths = {name: len(items) for name, items in lists.items()}
             got = ", ".join(f"{name} {length}" for name, length in lengths.items())
             self._refuse("lists of unequal length", "batch", "one item a sequence", got)
 
@@ -85,7 +85,7 @@ class Checks:
         """Tokens as plain integers: of a list, an array or a tensor."""
         values = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # type: ignore[union-attr]
         try:
-            return [operator.index(token) for token in values]
+            return list(map(operator.index, values))
         except TypeError:
             self._refuse("are not integers in a row", "tokens", "a sequence of ints", repr(tokens)[:80])
 

@@ -158,9 +158,13 @@ class BlockPool:
         beyond = max(len(self._free) - self._promised, 0)
         return (len(self._own(lease).blocks) + lease.outstanding + beyond) * self.block_size
 
-    def slots(self, lease: Lease, first: int, count: int) -> list[int]:
+    def slots(self, lease: Lease, first: int, count: int) -> Sequence[int]:
         """Storage slots (block * block_size + offset) of rows first..first+count-1."""
         size, blocks = self.block_size, lease.blocks
+        index, offset = divmod(first, size)
+        if count and offset + count <= size:  # in one block, as a propose's rows are as a rule
+            start = blocks[index] * size + offset
+            return range(start, start + count)
         return [blocks[row // size] * size + row % size for row in range(first, first + count)]
 
     # -- leases ------------------------------------------------------------------------------------------------

@@ -55,12 +55,22 @@ class no_autograd:
     def __call__(self, function: Function) -> Function:
         @functools.wraps(function)
         def inner(*args: Any, **options: Any) -> Any:
-            if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+            if torch.is_inference_mode_enabled():
+                with no_autograd():
+                    return function(*args, **options)
+            if not torch.is_grad_enabled():
                 return function(*args, **options)
-            with no_autograd():
+            torch.set_grad_enabled(False)  # a context manager costs several times as much
+            try:
                 return function(*args, **options)
+            finally:
+                torch.set_grad_enabled(True)
 
         return inner  # type: ignore[return-value]
+
+
+Drafts = tuple[list[list[int]], list[list[float]]]
+"""(ids, log-probabilities) on the host: a list of one for each draft position, of every row."""
 
 
 class DraftStep(NamedTuple):
@@ -79,7 +89,7 @@ class DraftChain(NamedTuple):
     logprobs: torch.Tensor
     next_hidden: torch.Tensor
 
-    def read(self) -> tuple[list[list[int]], list[list[float]]]:
+    def read(self) -> Drafts:
         """Drafts and log-probabilities on the host: the one place that waits for the device, and one copy."""
         if self.drafts.device.type == "cpu":
             return self.drafts.tolist(), self.logprobs.tolist()
@@ -193,7 +203,9 @@ class DraftRunner(abc.ABC):
         inputs = [item for item in self.circuit.inputs if item.type.rank == 2 and item.type.dtype != "i32"]
         if len(inputs) != 1:
             got = ", ".join(item.name for item in self.circuit.inputs)
-            raise RuntimeUseError(Fault("takes no hiddens of a target", where=self.circuit.name, expected="one such input", got=got))
+            raise RuntimeUseError(
+                Fault("takes no hiddens of a target", where=self.circuit.name, expected="one such input", got=got)
+            )
         return inputs[0]
 
     @property
@@ -449,15 +461,16 @@ class DraftRunner(abc.ABC):
         made = self._run(entry, {"token": tokens, "position": positions}, caches)
         return {name: value.unflatten(0, (n, kind.gamma))[:, 1 : 1 + steps] for name, value in made.items()}
 
-    def chain_packed(
+    def start_chain(
         self,
         steps: int,
         rows: ChainRows,
         hidden: torch.Tensor,
         storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
         allowed: torch.Tensor | None = None,
-    ) -> tuple[list[list[int]], list[list[float]]] | None:
-        """As `chain`, with (drafts, logprobs) as lists; what a row has beyond its own slots means nothing. Nothing is checked.
+    ) -> Callable[[], Drafts] | None:
+        """As `chain`, of integers, and not waited for: what is returned waits, once, before the runner is used again. What a
+        row has beyond its own slots means nothing. Nothing is checked.
 
         None from a runner that does not stage integers itself: give `chain` tensors then.
         """

@@ -7,9 +7,9 @@ import math
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from .pool import Lease
 
@@ -147,3 +147,46 @@ class MtpProposerState(ProposerState):
         self.last_drafts, self.last_scores = [], ()
         self.next_token, self.proposed_at = 1, None
         self.unsettled.clear()
+
+
+class Entry:
+    """What a propose says of its sequences: each one's token, and a row for each draft. Made while a device drafts, before
+    anyone knows which drafts there will be, so it can be taken back.
+
+    gaps: of each sequence that drafts, the rows before its first that were never handed over.
+    """
+
+    def __init__(self, states: Sequence[MtpProposerState], tokens: Sequence[int], positions: Sequence[int]):
+        self.states, self.tokens, self.positions = states, tokens, positions
+        self.gaps: list[int] = []
+        self.made: list[tuple[MtpProposerState, int, array[int], str, int, int | None]] = []
+
+    def make(self, drafting: Sequence[int], counts: Sequence[int], digest: Callable[[], str]) -> None:
+        """counts[i] rows for sequence drafting[i]; digest: of what writes them."""
+        for state, token, position in zip(self.states, self.tokens, self.positions, strict=True):
+            history = state.history
+            later = history.text[position:] if position < len(history.text) else _NONE
+            self.made.append((state, len(history.positions), later, state.model, state.next_token, state.proposed_at))
+            history.read(position, (token,))
+            state.next_token = state.proposed_at = position
+        for place, count in zip(drafting, counts, strict=True):
+            state, position = self.states[place], self.positions[place]
+            rows = state.history.positions
+            if rows:
+                self.gaps.append(position - rows[-1] - 1)
+            else:
+                self.gaps.append(0)
+                state.model = digest()
+            rows.extend(range(position, position + count))
+
+    def undo(self) -> None:
+        for state, rows, later, model, next_token, proposed_at in self.made:
+            position, history = cast(int, state.proposed_at), state.history
+            history.keep(rows)
+            if position < len(history.text):
+                del history.text[position:]
+            history.text.extend(later)
+            state.model, state.next_token, state.proposed_at = model, next_token, proposed_at
+
+
+_NONE = array("i")

@@ -27,6 +27,9 @@ class Kernel:
     """A template: what it accepts, the scratch it needs, and how it emits TIR. Used as a class, never instantiated."""
 
     name: ClassVar[str]
+    """`kind.what`: a schedule for another target kind cannot name it."""
+    patterns: ClassVar[tuple[str, ...]]
+    """Patterns (`plan.fuse`) whose groups it is written for. `refuse` and `emit` see groups of no other."""
     Params: ClassVar[type]
     """A frozen dataclass of tunables with defaults; schedule files set them by name."""
 
@@ -51,12 +54,18 @@ def within(default: int, least: int, most: int) -> Any:
 
 
 KERNELS: dict[str, type[Kernel]] = {}
+"""Of every target kind that this process has imported; `kernels_of` asks for one kind's."""
+
+
+def kernels_of(kind: str) -> dict[str, type[Kernel]]:
+    """The registered templates of a target kind."""
+    return {name: template for name, template in KERNELS.items() if name.partition(".")[0] == kind}
 
 
 def kernel(template: type[Kernel]) -> type[Kernel]:
     """Add a template to the registry."""
-    if not template.__doc__ or template.name in KERNELS:
-        raise TypeError(f"kernel {template.__name__} needs a docstring and a name of its own")
+    if not template.__doc__ or template.name in KERNELS or not getattr(template, "patterns", ()):
+        raise TypeError(f"kernel {template.__name__} needs a docstring, a name of its own and the patterns that it serves")
     KERNELS[template.name] = template
     return template
 

@@ -21,7 +21,7 @@ class Pattern:
 
     With `siblings`, all anchors that read one input join: the input is read once. `prologue` ops are taken backwards
     from the anchor's first input, `epilogue` ops forwards from its output while it has one reader; without all of
-    `needs` among the epilogue the pattern does not match.
+    `needs` among the epilogue the pattern does not match, and only anchors that feed it join.
     """
 
     name: str
@@ -43,14 +43,21 @@ PATTERNS = (
     Pattern("gated", "linear", siblings=True, prologue=NORMS, epilogue=("silu", "mul"), needs=("silu", "mul")),
     # x + silu(linear(x)), a residual block; of several heads that read one x, in one pass.
     Pattern("project", "linear", siblings=True, prologue=NORMS, epilogue=("silu", "add"), needs=("silu", "add")),
-    # Every other projection, with the norms and the concatenation before it and the residual after it.
-    Pattern("project", "linear", siblings=True, prologue=JOIN, epilogue=("heads", "add")),
+    # Every other projection, with the norms and the concatenation before it and the residual after it; or a gate of one
+    # number a row, which is the epilogue of what it scales.
+    Pattern("project", "linear", siblings=True, prologue=JOIN, epilogue=("heads", "sigmoid", "scale_rows", "add")),
     Pattern("attend", "attention", epilogue=("mul", "merge")),
+    # A product for each head; part of each head may be what it reads.
+    Pattern("head_project", "head_linear", prologue=("part",), epilogue=("merge",)),
+    Pattern("attend_latent", "latent_attention", epilogue=("merge",)),
+    Pattern("route", "route"),
+    Pattern("experts", "experts"),
 )
 
 ROWS = "rows"
-"""Row-wise nodes that no pattern took. With an append among them the group is called CACHE."""
+"""Row-wise nodes that no pattern took. With one of APPENDS among them the group is called CACHE."""
 CACHE = "cache_rows"
+APPENDS = ("append", "append_latent")
 
 
 def fuse(circuit: Circuit, entry: str, rows: int, target: str) -> Plan:
@@ -82,6 +89,10 @@ def _match(circuit: Circuit, pattern: Pattern, anchor: Node, taken: set[str]) ->
     epilogue = _absorb_readers(circuit, pattern, anchors, members, taken)
     if any(need not in {node.op for node in epilogue} for need in pattern.needs):
         return None
+    if pattern.needs:
+        fed = {name for node in epilogue for name in node.inputs}
+        anchors = [node for node in anchors if any(value.name in fed for value in node.outputs)]
+        members = {node.name for node in (*anchors, *epilogue)}
     prologue = _absorb_producers(circuit, pattern, anchors, members, taken)
     return _group(circuit, pattern.name, prologue, anchors, epilogue)
 
@@ -100,13 +111,19 @@ def _absorb_readers(circuit: Circuit, pattern: Pattern, anchors: list[Node], mem
                 continue
             reader = readers[0]
             free = reader.op in pattern.epilogue and reader.name not in taken and reader.name not in members
-            if free and not _reaches_back(circuit, reader, members):
+            if free and not _makes_factor(circuit, reader, members) and not _reaches_back(circuit, reader, members):
                 members.add(reader.name)
                 epilogue.append(reader)
                 ends.remove(name)
                 ends += [value.name for value in reader.outputs]
                 grown = True
     return epilogue
+
+
+def _makes_factor(circuit: Circuit, reader: Node, members: set[str]) -> bool:
+    """Is `reader` a gate whose factor, one column wide, is made inside? Sums that meet in an epilogue are equally wide."""
+    maker = circuit.producer.get(reader.inputs[1]) if reader.op == "scale_rows" else None
+    return maker is not None and maker.name in members
 
 
 def _reaches_back(circuit: Circuit, reader: Node, members: set[str]) -> bool:
@@ -178,7 +195,7 @@ def _row_groups(circuit: Circuit, groups: list[Group], taken: set[str]) -> list[
 
 
 def _bundle(circuit: Circuit, nodes: list[Node]) -> Group:
-    pattern = CACHE if any(node.op == "append" for node in nodes) else ROWS
+    pattern = CACHE if any(node.op in APPENDS for node in nodes) else ROWS
     return _group(circuit, pattern, [], nodes, [])
 
 

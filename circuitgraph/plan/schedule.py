@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import Fault, Location, ScheduleError, did_you_mean
 from ..kernels import register_kernels
-from ..kernels.base import KERNELS, Kernel, make_params
+from ..kernels.base import Kernel, kernels_of, make_params
 from ..language.source import read_yaml
 from .fuse import CACHE, PATTERNS, ROWS
 from .ir import Choice, Group, Plan
@@ -75,7 +75,7 @@ def load_schedule(target: str, path: Path | None = None) -> tuple[Rule, ...]:
     file, places = read_yaml(path, ScheduleFile, ScheduleError)
     faults: list[Fault] = []
     rules = []
-    patterns = {pattern.name for pattern in PATTERNS} | {ROWS, CACHE}
+    patterns, kernels = {pattern.name for pattern in PATTERNS} | {ROWS, CACHE}, kernels_of(target)
     if file.target != target:
         faults.append(Fault("the schedule is for another target", where=places["target",], expected=target, got=file.target))
     for index, decl in enumerate(file.rules):
@@ -83,13 +83,20 @@ def load_schedule(target: str, path: Path | None = None) -> tuple[Rule, ...]:
         for name in decl.patterns:
             if name not in patterns:
                 faults.append(Fault(f"no pattern '{name}'", where=where, hint=did_you_mean(name, patterns)))
-        template = KERNELS.get(decl.kernel)
+        template = kernels.get(decl.kernel)
         if template is None:
-            faults.append(Fault(f"no kernel '{decl.kernel}'", where=where, hint=did_you_mean(decl.kernel, KERNELS)))
+            problem, hint = f"no kernel '{decl.kernel}' for target '{target}'", did_you_mean(decl.kernel, kernels)
+            faults.append(Fault(problem, where=where, subject=decl.name, hint=hint))
+            continue
+        foreign = [name for name in decl.patterns if name in patterns and name not in template.patterns]
+        if foreign:
+            problem, expected = f"kernel {template.name} is not for this pattern", " or ".join(template.patterns)
+            faults.append(Fault(problem, where=where, subject=decl.name, expected=expected, got=", ".join(foreign)))
             continue
         bounds = _range(decl.rows)
         if bounds is None:
-            faults.append(Fault("rows is written 'first-last', 'first-' or one number", where=where, got=decl.rows))
+            expected = "'first-last', 'first-' or one number, from 1 on and rising"
+            faults.append(Fault("are no rows", where=where, subject=decl.name, expected=expected, got=repr(decl.rows)))
             continue
         try:
             params = make_params(template, decl.params, where)
@@ -133,7 +140,9 @@ def schedule(plan: Plan, rules: tuple[Rule, ...]) -> Plan:
 
 
 def _range(text: str) -> tuple[int, int | None] | None:
-    first, dash, last = text.partition("-")
-    if not first.strip().isdigit() or (last.strip() and not last.strip().isdigit()):
+    first, dash, last = (part.strip() for part in text.partition("-"))
+    if not all(part.isascii() and part.isdigit() for part in (first, last or "0")):
         return None
-    return int(first), (int(last) if last.strip() else None) if dash else int(first)
+    low = int(first)
+    high = (int(last) if last else None) if dash else low
+    return None if low < 1 or (high is not None and high < low) else (low, high)

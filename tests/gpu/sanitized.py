@@ -45,7 +45,7 @@ def packed(runner, n: int) -> None:
     rows = ChainRows(tokens, positions, [span.context for span in spans], written, blocks)
     kept = Kept(runner, case)
     for _ in range(3):
-        runner.chain_packed(2, rows, case.inputs["hidden"], {name: (c.k, c.v) for name, c in kept.caches().items()})
+        runner.start_chain(2, rows, case.inputs["hidden"], {name: (c.k, c.v) for name, c in kept.caches().items()})()
     assert recorded(runner)
 
 

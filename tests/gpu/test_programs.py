@@ -121,7 +121,7 @@ def test_chain_of_plain_integers(artifact, steps, runners):
                 written = [[slot for slot in row if slot >= 0] for row in slots.T.tolist()]
                 rows = ChainRows(inputs[0].tolist(), inputs[2].tolist(), [span.context for span in spans], written, blocks)
                 storage = {"kv": (ours["kv"].k, ours["kv"].v)}
-                drafts, logprobs = runner.chain_packed(steps, rows, inputs[1], storage, **mask(now))
+                drafts, logprobs = runner.start_chain(steps, rows, inputs[1], storage, **mask(now))()
                 assert turn == 0 or recorded(runner)
                 before = dict(runner._graphs)
                 want = runner.chain(steps, *inputs, theirs, slots, **mask(now))

@@ -9,9 +9,9 @@ import pytest
 from circuitgraph.circuit.check import check
 from circuitgraph.circuit.narrow import slice_entry, specialize
 from circuitgraph.errors import CircuitError
-from circuitgraph.language import parse_circuit
+from circuitgraph.language import Bindings, load_program, parse_circuit, resolve
 from circuitgraph.plan.fuse import fuse, verify_groups
-from tests.circuits import EVERYTHING, small_mtp
+from tests.circuits import EVERYTHING, SMALL, small_mtp
 
 
 def grouped(circuit, entry="draft", rows=4):
@@ -89,6 +89,42 @@ outputs: {y: y}
 entries: {run: {outputs: [y]}}
 """
     assert ops_of(grouped(parse_circuit(text), "run")) == [("rows", ["silu", "sigmoid", "add"])]
+
+
+@pytest.mark.parametrize("factor_first", [False, True])
+def test_a_gate_of_one_number_a_row_follows_what_it_scales(factor_first):
+    """Whichever product comes first; not in the group that makes the factor, whose sums are one column wide."""
+
+    def scaling(source):
+        products = ["t = linear(x, a)", f"f = sigmoid(linear({source}, b))"]
+        text = """
+program: gate
+inputs: {{x: "f32[n, 32]", w: "f32[n, 32]", r: "f32[n, 24]"}}
+weights: {{a: "bf16[24, 32]", b: "bf16[1, 32]"}}
+body:
+  - {}
+  - {}
+  - y = add(r, scale_rows(t, f))
+outputs: {{y: y}}
+entries: {{run: {{outputs: [y]}}}}
+"""
+        return ops_of(grouped(parse_circuit(text.format(*(products[::-1] if factor_first else products))), "run"))
+
+    assert scaling("w")[-1] == ("project", ["linear", "scale_rows", "add"])
+    assert scaling("x")[-1] == ("rows", ["scale_rows", "add"])
+
+
+def test_experts_and_latent_attention_are_groups_of_their_own():
+    def patterns(program, **switches):
+        circuit = resolve(load_program(program), Bindings(SMALL, switches))
+        return [(group.pattern, {node.op for node in group.epilogue}) for group in grouped(circuit).groups]
+
+    assert patterns("mtp_moe", shared_gate=True)[5:10] == [
+        ("gated", {"silu", "mul"}), ("route", set()), ("experts", set()), ("project", {"sigmoid"}), ("project", {"scale_rows", "add"}),
+    ]  # fmt: skip
+    assert [name for name, _ in patterns("mtp_mla")][3:8] == [
+        "cache_rows", "head_project", "attend_latent", "head_project", "project",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("switches", [{}, EVERYTHING, {"attention_gate": True}, {"recycle": "pre_norm", "qk_norm": True}])

@@ -37,9 +37,7 @@ def artifact(name: str) -> Path:
     """Programs for one sequence and for three, those that masks need among them."""
     out = Path(tempfile.mkdtemp()) / name
     model, target = FIXTURES / name, target_of(name)
-    circuitgraph.compile(
-        "auto", model=model, target_model=target, out=out, widths=(3,), context_rows=(4,), entries=ENTRIES[name]
-    )
+    circuitgraph.compile("auto", model=model, target_model=target, out=out, widths=(3,), context_rows=(4,), entries=ENTRIES[name])
     return out
 
 
@@ -93,7 +91,5 @@ def golden(name: str) -> Golden:
     block = name == "dflash_qwen3"
     one = text(tokens, hiddens, want["a.argmax" if block else "b.tokens"], want["a.logits" if block else "b.logits"])
     more = torch.tensor([*one.drafts[:2], int(want["d.bonus"])])
-    after = text(
-        torch.cat([tokens, more]), torch.cat([hiddens, want[f"d.{of}"]]), want["d.draft_tokens"], want["d.draft_logits"]
-    )
+    after = text(torch.cat([tokens, more]), torch.cat([hiddens, want[f"d.{of}"]]), want["d.draft_tokens"], want["d.draft_logits"])
     return Golden(one, three, after)

@@ -13,6 +13,7 @@ import networkx
 
 from ...circuit.ir import Node
 from ...circuit.types import StateType, TensorType
+from ...plan.fuse import CACHE, ROWS
 from ...plan.ir import VIEWS, Group, Plan, Scratch
 from ..base import Kernel, kernel, within
 from .sizes import Tile, attention_scratch_floats, attention_splits, default_tile, linear_scratch_floats, top1_tasks
@@ -46,6 +47,7 @@ class Rows(Kernel):
     """Row-wise nodes one after the other: the generic fallback, and the home of what is too small to split."""
 
     name = "cpu.rows"
+    patterns = (ROWS, CACHE)
 
     @dataclass(frozen=True)
     class Params:
@@ -72,6 +74,7 @@ class Linear(Kernel):
     """Projections that share one input: the prologue by rows, then every weight streamed once in one launch."""
 
     name = "cpu.linear"
+    patterns = ("project", "gated")
 
     @dataclass(frozen=True)
     class Params:
@@ -122,6 +125,7 @@ class LinearTop1(Kernel):
     """lm_head, top-1 (under a mask, where one is given) and log-probability; logits are reduced where they arise."""
 
     name = "cpu.linear_top1"
+    patterns = ("head",)
 
     @dataclass(frozen=True)
     class Params:
@@ -160,6 +164,7 @@ class Attend(Kernel):
     """Paged attention of each row over its sequence, then the element-wise rest by rows."""
 
     name = "cpu.attention"
+    patterns = ("attend",)
 
     @dataclass(frozen=True)
     class Params:

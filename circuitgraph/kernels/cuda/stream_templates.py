@@ -125,6 +125,7 @@ class LinearStream(Kernel):
     """Projections of few rows in bf16 or f16: weights streamed once through tensor cores, norm and epilogue inside."""
 
     name = "cuda.linear_stream"
+    patterns = ("project", "gated")
     Params = StreamParams
 
     @staticmethod
@@ -161,6 +162,7 @@ class Top1Stream(Kernel):
     """lm_head, top-1 and log-probability of few rows in bf16 or f16; every block keeps the best of its columns."""
 
     name = "cuda.top1_stream"
+    patterns = ("head",)
     Params = StreamParams
 
     @staticmethod

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from ...plan.fuse import CACHE, ROWS
 from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, within
 from .architectures import architecture_of, fitting
@@ -51,6 +52,7 @@ class Rows(Kernel):
     """Row-wise nodes in one or two launches: gather, norms, RoPE, cache append."""
 
     name = "cuda.rows"
+    patterns = (ROWS, CACHE)
 
     @dataclass(frozen=True)
     class Params:
@@ -72,6 +74,7 @@ class LinearPlain(Kernel):
     """Projections of any shape and dtype, a warp a weight row; the prologue by rows before it."""
 
     name = "cuda.linear_plain"
+    patterns = ("project", "gated")
 
     @dataclass(frozen=True)
     class Params:
@@ -104,6 +107,7 @@ class Top1Plain(Kernel):
     """lm_head, top-1 and log-probability of any shape and dtype; logits are reduced where they arise."""
 
     name = "cuda.top1_plain"
+    patterns = ("head",)
 
     @dataclass(frozen=True)
     class Params:
@@ -136,6 +140,7 @@ class AttendPaged(Kernel):
     """Paged attention on tensor cores, a block a (row, KV head, part); then the sum of the parts."""
 
     name = "cuda.attention_paged"
+    patterns = ("attend",)
 
     @dataclass(frozen=True)
     class Params:
@@ -209,6 +214,7 @@ class Attend(Kernel):
     """Paged attention of any head size, dtype and block size, a warp a (row, head, part); then the sum of the parts."""
 
     name = "cuda.attention_plain"
+    patterns = ("attend",)
 
     @dataclass(frozen=True)
     class Params:

@@ -60,6 +60,7 @@ class LinearTiles(Kernel):
     """Projections of many rows in bf16 or f16, a block a tile of the result; the prologue by rows before it."""
 
     name = "cuda.linear_tiles"
+    patterns = ("project", "gated")
     Params = TileParams
 
     @staticmethod
@@ -84,6 +85,7 @@ class Top1Tiles(Kernel):
     """lm_head, top-1 and log-probability of many rows in bf16 or f16; every tile keeps the best of its columns."""
 
     name = "cuda.top1_tiles"
+    patterns = ("head",)
     Params = TileParams
 
     @staticmethod
