@@ -21,9 +21,10 @@ import tvm_ffi
 
 from circuitgraph.artifact import Manifest, check_device
 from circuitgraph.errors import Fault, RuntimeUseError
-from circuitgraph.ops import TORCH_DTYPES, PagedKV
+from circuitgraph.ops import PagedKV
 
 from .compiled import CHAIN_FUNCTIONS, CompiledRunner, _Program
+from .kinds import Block
 from .runner import MASKED, MASKED_OUTPUT, Blocks, Caches, ChainRows, DraftChain, Drafts, DraftStep, _kind, no_autograd
 
 ADDRESSING = ("slot", "seq", "table", "start", "length")
@@ -114,32 +115,33 @@ class CudaRunner(CompiledRunner):
     # -- work --------------------------------------------------------------------------------------------------
 
     @no_autograd()
-    def draft(self, token, hidden, position, kv) -> DraftStep:
+    def draft(self, token, hidden, position, kv, *, recycled=False) -> DraftStep:
         if torch.cuda.is_current_stream_capturing() or len(kv) != 1:  # a graph has one slot per row for all states
             token, position, kv, _ = self._on_device(token, position, kv)
             with self._stream():
-                return super().draft(token, hidden, position, kv)
-        self._check_rows(token, hidden, position, kv)
+                return super().draft(token, hidden, position, kv, recycled=recycled)
+        self._check_rows(token, hidden, position, kv, recycled)
         slots = next(iter(kv.values())).slot[None]
-        return _only_step(self._replay(1, token, hidden, position, kv, slots, stops=False))
+        return _only_step(self._replay(1, token, hidden, position, kv, slots, stops=False, recycled=recycled))
 
     @no_autograd()
-    def draft_masked(self, token, hidden, position, kv, allowed) -> DraftStep:
+    def draft_masked(self, token, hidden, position, kv, allowed, *, recycled=False) -> DraftStep:
         if torch.cuda.is_current_stream_capturing() or len(kv) != 1:
             token, position, kv, _ = self._on_device(token, position, kv)
             with self._stream():
-                return super().draft_masked(token, hidden, position, kv, allowed)
-        n = self._check_rows(token, hidden, position, kv)
+                return super().draft_masked(token, hidden, position, kv, allowed, recycled=recycled)
+        n = self._check_rows(token, hidden, position, kv, recycled)
         self._check_allowed(allowed, n)
         slots = next(iter(kv.values())).slot[None]
-        return _only_step(self._replay(1, token, hidden, position, kv, slots, stops=False, allowed=allowed))
+        step = self._replay(1, token, hidden, position, kv, slots, stops=False, allowed=allowed, recycled=recycled)
+        return _only_step(step)
 
     @no_autograd()
-    def logits(self, token, hidden, position, kv) -> tuple[torch.Tensor, torch.Tensor]:
-        self._check_rows(token, hidden, position, kv)
+    def logits(self, token, hidden, position, kv, *, recycled=False) -> tuple[torch.Tensor, torch.Tensor]:
+        self._check_rows(token, hidden, position, kv, recycled)
         token, position, kv, _ = self._on_device(token, position, kv)
         with self._stream():
-            return super().logits(token, hidden, position, kv)
+            return super().logits(token, hidden, position, kv, recycled=recycled)
 
     @no_autograd()
     def context(self, token, hidden, position, kv) -> None:
@@ -149,15 +151,25 @@ class CudaRunner(CompiledRunner):
             super().context(token, hidden, position, kv)
 
     @no_autograd()
-    def chain(self, steps, token, hidden, position, kv, slots, *, allowed=None) -> DraftChain:
-        n = self._check_rows(token, hidden, position, kv)
+    def chain(self, steps, token, hidden, position, kv, slots, *, allowed=None, recycled=False) -> DraftChain:
+        if self.kind.at_once:
+            return self._chain_at_once(steps, token, hidden, position, kv, slots, allowed)
+        n = self._check_rows(token, hidden, position, kv, recycled)
         self._check_allowed(allowed, n)
         self._check_chain(steps, n, position, slots, kv)
         if torch.cuda.is_current_stream_capturing():
             token, position, kv, slots = self._on_device(token, position, kv, slots)
             with self._stream():
-                return super().chain(steps, token, hidden, position, kv, slots, allowed=allowed)
-        return self._replay(steps, token, hidden, position, kv, slots, stops=True, allowed=allowed)
+                return super().chain(steps, token, hidden, position, kv, slots, allowed=allowed, recycled=recycled)
+        return self._replay(steps, token, hidden, position, kv, slots, stops=True, allowed=allowed, recycled=recycled)
+
+    def _at_once(self, entry, steps, token, hidden, position, kv, slots) -> dict[str, torch.Tensor]:
+        if isinstance(self.kind, Block):
+            n = self._check_rows(token, hidden, position, kv)
+            self._check_block(self.kind, n, position, slots, kv)  # while integers of the host can be looked at
+            token, position, kv, slots = self._on_device(token, position, kv, slots)
+        with self._stream():
+            return super()._at_once(entry, steps, token, hidden, position, kv, slots)
 
     @no_autograd()
     def start_chain(
@@ -171,8 +183,9 @@ class CudaRunner(CompiledRunner):
         if torch.cuda.is_current_stream_capturing():
             hint = "Capture `chain` instead, with integers on the device."
             raise RuntimeUseError(Fault("drafts cannot be read while a graph is captured", where=self.circuit.name, hint=hint))
-        entry, n = "draft" if allowed is None else MASKED, len(rows.tokens)
+        entry, n = self._entry(masked=allowed is not None), len(rows.tokens)
         self._check_hidden(hidden, n)
+        allowed = None if allowed is None else self._own_mask(allowed)
         width = _bucket(max([len(blocks.blocks) for blocks in rows.blocks]))
         with self._device():
             route = self._route(entry, steps, n, width, storage)
@@ -267,8 +280,11 @@ class CudaRunner(CompiledRunner):
         caches = {name: PagedKV(cache.k, cache.v, *(next(parts) for _ in ADDRESSING)) for name, cache in kv.items()}
         return token, position, caches, slots
 
-    def _replay(self, steps, token, hidden, position, kv, slots, *, stops: bool, allowed=None) -> DraftChain:
-        n, entry = token.shape[0], "draft" if allowed is None else MASKED
+    def _replay(
+        self, steps, token, hidden, position, kv, slots, *, stops: bool, allowed=None, recycled: bool = False
+    ) -> DraftChain:
+        n, entry = token.shape[0], self._entry(masked=allowed is not None, recycled=recycled)
+        allowed = None if allowed is None else self._own_mask(allowed)
         self._count(entry, n)
         made = []
         # Tables are staged at sizes that are powers of two: a growing context changes them seldom.
@@ -317,7 +333,8 @@ def _rows_of(rows: ChainRows, hidden: torch.Tensor, allowed: torch.Tensor | None
 
 
 class _Chain:
-    """`steps` calls of one program with memory of their own, recorded as a CUDA graph at the second use.
+    """`steps` calls with memory of their own, recorded as a CUDA graph at the second use: of one program, or, where a first
+    step is another one, of that and what follows it.
 
     stops: a row whose slot is -1 sees and drafts nothing, as `DraftRunner.chain` says; without it slots only say where
         rows are written.
@@ -333,6 +350,7 @@ class _Chain:
         stops: bool,
     ):
         self.runner, self.program, self.steps, self.stops = runner, program, steps, stops
+        self.later = runner._following(program) if steps > 1 else program
         n, device = program.rows, runner.device
         # First what changes with every step of decoding, then what rarely does, then what only a kernel at the start reads
         # to form `positions` and `lengths`.
@@ -355,20 +373,21 @@ class _Chain:
         self.starts_cells = (ctypes.c_int32 * self.starts.numel()).from_address(self.starts.data_ptr())
         self.counted = self.pinned[n : self.often].view(kinds, steps, n)
         self.copied = torch.cuda.Event()
-        self.hidden = torch.zeros(n, runner.hidden_size, dtype=TORCH_DTYPES[runner.circuit.act], device=device)
+        self.enters = next(name for name in program.inputs if name not in ("token", "position", "allowed"))
+        self.hidden = torch.zeros_like(program.inputs[self.enters])
         # Drafts and, as the same 32 bits, log-probabilities: one copy takes both to the caller.
         self.result = torch.zeros(2, steps, n, dtype=torch.int32, device=device)
         self.drafts, self.logprobs = self.result[0], self.result[1].view(torch.float32)
         self.pinned_result = torch.zeros(2, steps, n, dtype=torch.int32, pin_memory=True)
         self.readings: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # A grammar's mask is too large for the packed copy.
-        masked = program.spec.entry == MASKED
-        self.allowed = torch.zeros(n, runner.mask_words or 0, dtype=torch.int32, device=device) if masked else None
+        masked = program.spec.entry.endswith(MASKED)
+        self.allowed = torch.zeros_like(program.inputs["allowed"]) if masked else None
         self.prefix = MASKED_OUTPUT if masked else ""
-        self.hiddens = [torch.zeros_like(self.hidden) for _ in range(steps)]
+        self.hiddens = [torch.zeros_like(program.made["next_hidden"]) for _ in range(steps)]
         self.views: dict[tuple[bool, str, torch.Size], torch.Tensor] = {}
         self.storage = {f"{name}.{part}": item for name, pair in storage.items() for part, item in zip("kv", pair, strict=True)}
-        self.calls = [self._arguments(step) for step in range(steps)]
+        self.calls = [self._arguments(self.later if step else program, step) for step in range(steps)]
         slots = self.ints["slots"]
         self.begins = [
             _converted(self.ints["position"], self.ints[f"{name}.length"], slots, self.ints["positions"], lengths, stops)
@@ -379,10 +398,10 @@ class _Chain:
         self.newest: torch.cuda.CUDAGraph | None = None
         """What was replayed last: `measure` times it."""
 
-    def _arguments(self, step: int) -> list[Any]:
+    def _arguments(self, program: _Program, step: int) -> list[Any]:
         given: dict[tuple[str, str], torch.Tensor] = {
             ("input", "token"): self.drafts[step - 1] if step else self.ints["token"],
-            ("input", "hidden"): self.hiddens[step - 1] if step else self.hidden,
+            ("input", "hidden" if step else self.enters): self.hiddens[step - 1] if step else self.hidden,
             ("input", "position"): self.ints["positions"][step],
             ("output", f"{self.prefix}draft"): self.drafts[step],
             ("output", f"{self.prefix}logprob"): self.logprobs[step],
@@ -395,8 +414,8 @@ class _Chain:
             given |= {("state", f"{name}.{part}"): self.ints[f"{name}.{part}"] for part in ("seq", "start", "table")}
             given |= {("state", f"{name}.length"): self.ints[f"{name}.lengths"][step]}
             given |= {("state", f"{name}.slot"): self.ints["slots"][step]}
-        arguments = list(self.program.args)
-        for index, arg in enumerate(self.program.spec.args):
+        arguments = list(program.args)
+        for index, arg in enumerate(program.spec.args):
             if (arg.role, arg.name) in given:
                 arguments[index] = tvm_ffi.from_dlpack(given[arg.role, arg.name])
         return arguments
@@ -569,8 +588,9 @@ class _Chain:
             if not formed:
                 for arguments in self.begins:
                     begin(*arguments)
-            for arguments in self.calls:
-                self.program.call(*arguments)
+            self.program.call(*self.calls[0])
+            for arguments in self.calls[1:]:
+                self.later.call(*arguments)
             if masked:
                 end(*self.end)
 

@@ -27,8 +27,9 @@ class DraftBinding:
     kind: `chain`, `heads` or `block`. drafts: at most, of one propose; None where only memory and the position limit bound them.
     weights: name to (dtype, shape). kv: the states; bytes_per_row over all of them. widths, context_rows: rows of the
     compiled programs, empty where any number runs. context_limit: positions below it draft, None without a limit.
-    block_size: of the pool. hidden_source: what the server captures of its model, and hidden_layers of how many of its layers;
-    hidden_layer_ids: of which, where the drafter's config says it (how they are counted, docs/embedding.md says). masked: whether grammars can be honoured.
+    block_size: of the pool. hidden_source: what the server captures of its model, hidden_layers of how many of its layers;
+    hidden_layer_ids: of which, where the drafter's config says it (docs/embedding.md says how they are counted). masked: whether
+    grammars can be honoured.
     model: `DraftRunner.model_digest`. not_modelled: what the circuit does not say.
     """
 

@@ -56,7 +56,7 @@ class Kind(ABC):
 
 @dataclass(frozen=True)
 class Chain(Kind):
-    """One draft after the other, each with a row: the first one's made of the target's hidden, later ones' of the drafter's own."""
+    """One draft after the other, each with a row: the first is made of the target's hidden, later ones of the drafter's own."""
 
     at_once = False
 
