@@ -27,9 +27,8 @@ class DraftBinding:
     kind: `chain`, `heads` or `block`. drafts: at most, of one propose; None where only memory and the position limit bound them.
     weights: name to (dtype, shape). kv: the states; bytes_per_row over all of them. widths, context_rows: rows of the
     compiled programs, empty where any number runs. context_limit: positions below it draft, None without a limit.
-    block_size: of the pool. hidden_source: what the server captures of its model, hidden_layers of how many of its layers;
-    hidden_layer_ids: of which, where the drafter's config says it (docs/embedding.md says how they are counted). masked: whether
-    grammars can be honoured.
+    block_size: of the pool. hidden_source: what the server captures of its model, hidden_layers: of how many of its layers.
+    masked: whether grammars can be honoured.
     model: `DraftRunner.model_digest`. not_modelled: what the circuit does not say.
     """
 
@@ -47,7 +46,6 @@ class DraftBinding:
     context_limit: int | None
     hidden_source: str
     hidden_layers: int
-    hidden_layer_ids: tuple[int, ...]
     masked: bool
     model: str
     not_modelled: tuple[str, ...] = NOT_MODELLED
@@ -70,7 +68,6 @@ def bind_draft(runner: DraftRunner, pool: BlockPool, family: str) -> DraftBindin
         context_limit=runner.max_position,
         hidden_source=runner.hidden_source,
         hidden_layers=runner.hidden_layers,
-        hidden_layer_ids=runner.hidden_layer_ids,
         masked=runner.serves(1, masked=True) is not None,
         model=runner.model_digest(),
     )

@@ -237,10 +237,25 @@ class DraftRunner(abc.ABC):
         """How many layers of the target the hidden that is handed in is of, side by side."""
         return self.hidden_size // (self.embed_size or self.hidden_size)
 
-    @property
-    def hidden_layer_ids(self) -> tuple[int, ...]:
-        """Which layers those are, counted from 0, where the drafter's config says it."""
-        return tuple(int(layer) for layer in str(dict(self.circuit.facts).get("hidden_layers", "")).split())
+    def hidden_layer_ids(self, target_layers: int) -> tuple[int, ...]:
+        """Which layers' outputs those are, counted from 0 (transformers' hidden_states[id + 1]), of a target with so many
+        layers; () where it is the last one's alone.
+
+        Raises:
+            RuntimeUseError: the drafter's config names others than there are, or another number of them.
+        """
+        if self.hidden_layers == 1:
+            return ()
+        ids = tuple(int(layer) for layer in str(dict(self.circuit.facts).get("hidden_layers", "")).split())
+        if self.hidden_source == "aux_pre_norm":
+            ids = ids or (2, target_layers // 2, target_layers - 3)
+            # Configs count either outputs, and begin with 1, or inputs: what enters layer 2 is what layer 1 put out.
+            ids = ids if ids[0] == 1 else tuple(layer - 1 for layer in ids)
+        if len(ids) != self.hidden_layers or not all(0 <= layer < target_layers for layer in ids):
+            expected, got = f"{self.hidden_layers} of 0..{target_layers - 1}", " ".join(map(str, ids))
+            fault = Fault("does not fit the target", where=self.circuit.name, subject="hidden_layers", expected=expected, got=got)
+            raise RuntimeUseError(fault)
+        return ids
 
     @cached_property
     def recycled_size(self) -> int:

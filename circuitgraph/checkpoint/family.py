@@ -36,9 +36,10 @@ class ConfigSwitch(_Strict):
 
 
 class ItemsDecl(_Strict):
-    """The items of a config's list, as a text with spaces between them."""
+    """The items of a config's list, as a text with spaces between them; `otherwise` without a list."""
 
     items: str
+    otherwise: str | None = None
 
 
 class LayerDecl(_Strict):
@@ -137,8 +138,8 @@ class Family:
                 continue
             if isinstance(text, ItemsDecl):
                 items = config.find(text.items)
-                if isinstance(items, list):
-                    made[key] = " ".join(map(str, items))
+                if isinstance(items, list) or text.otherwise is not None:
+                    made[key] = " ".join(map(str, items)) if isinstance(items, list) else text.otherwise
                 continue
             parts = [made.get(name, config.find(name)) for name in text.split(" * ")] if isinstance(text, str) else [text]
             parts = [len(part) if isinstance(part, list) else part for part in parts]
