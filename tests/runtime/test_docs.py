@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from circuitgraph.runtime import TRIM, BlockPool, CarriedKV, CompiledRunner, accept_greedy
+from circuitgraph.checkpoint import load_circuit
+from circuitgraph.language import shipped_programs
+from circuitgraph.runtime import TRIM, BlockPool, CarriedKV, CompiledRunner, ReferenceRunner, accept_greedy
 from tests.fixture_cases import target_of
 from tests.runtime import families
 from tests.runtime.helpers import Audited, InterpretedLibrary, Rehearsed, drafter, manifest_of, proposer_of
@@ -208,6 +210,28 @@ def test_the_page_serves_every_family(name: str, runner: str, kind):
     for s in sequences:
         page["finish"](s)
     assert page["pool"].ledger.free == page["pool"].total
+
+
+def rows_of_the_table() -> list[list[str]]:
+    lines = re.search(r"^\| program \| kind .*?\n\n", PAGE.read_text(), re.MULTILINE | re.DOTALL)[0].splitlines()[2:]  # type: ignore[index]
+    return [[cell.strip() for cell in line.strip("| ").split(" |")] for line in lines if line]
+
+
+def test_the_table_of_families_is_true_and_whole():
+    rows = {program: row for row in rows_of_the_table() for program in row[0].split(", ")}
+    assert set(rows) == set(shipped_programs())
+    for program, (_, kind, source, layers, most, writes, stays, masks) in rows.items():
+        circuit = load_circuit(program)
+        names = [(item.name, item.type.shape) for item in circuit.weights]
+        names += [(value.name, (4, 4)) for table in circuit.tables for value in table.tensors()]
+        runner = ReferenceRunner(circuit, {name: torch.empty(shape, device="meta") for name, shape in names})
+        drafter = runner.kind
+        assert runner.hidden_source in source.split(", ")
+        assert (type(drafter).__name__.lower(), runner.hidden_layers) == (kind, int(layers))
+        assert (drafter.writes(3), drafter.adds(3)) == (int(writes), int(stays))
+        assert drafter.most_drafts == (int(most) if most else None)
+        assert runner.masked_entries == " ".join(f"--with {entry}" for entry in masks.split(", "))
+        assert {circuit.entry(entry).on_request for entry in masks.split(", ")} == {True}
 
 
 @pytest.mark.parametrize("name", families.NAMES)
