@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,14 +23,10 @@ from circuitgraph.errors import Fault, RuntimeUseError
 from circuitgraph.ops import PagedKV
 
 from .compiled import CHAIN_FUNCTIONS, CompiledRunner, _Program
+from .cuda_at_once import ADDRESSING, AtOnce, bucket
 from .kinds import Block
+from .recording import packed, record
 from .runner import MASKED, MASKED_OUTPUT, Blocks, Caches, ChainRows, DraftChain, Drafts, DraftStep, _kind, no_autograd
-
-ADDRESSING = ("slot", "seq", "table", "start", "length")
-"""The integers of a `PagedKV`, in its own order."""
-
-RECORDING = threading.Lock()
-"""One graph of ours at a time is recorded in a process: torch's allocator takes part."""
 
 MOST_GRAPHS = 64
 """Graphs kept per runner; beyond that the one that was used longest ago is dropped."""
@@ -74,9 +69,9 @@ class CudaRunner(CompiledRunner):
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         check_device(manifest, device, manifest.program)
-        self._graphs: OrderedDict[tuple, _Chain] = OrderedDict()
+        self._graphs: OrderedDict[tuple, _Chain | AtOnce] = OrderedDict()
         self._routes: dict[tuple, _Route] = {}
-        self.newest: _Chain | None = None
+        self.newest: _Chain | AtOnce | None = None
         """What ran last: `measure` times it."""
         # torch.cuda.graph would take a stream of whichever device was captured on first, and wait for the whole device.
         self.recorder = torch.cuda.Stream(device)
@@ -167,7 +162,28 @@ class CudaRunner(CompiledRunner):
         if isinstance(self.kind, Block):
             n = self._check_rows(token, hidden, position, kv)
             self._check_block(self.kind, n, position, slots, kv)  # while integers of the host can be looked at
-            token, position, kv, slots = self._on_device(token, position, kv, slots)
+        else:
+            self._check_hidden(hidden, hidden.shape[0])
+            kv, slots = {}, None
+        if torch.cuda.is_current_stream_capturing():
+            if slots is not None:
+                token, position, kv, slots = self._on_device(token, position, kv, slots)
+            return self._whole(entry, steps, token, hidden, position, kv, slots)
+        places = _places({name: (cache.k, cache.v) for name, cache in kv.items()})
+        key = (entry, steps, *AtOnce.key(hidden, kv, slots), places)
+        whole = self._graphs.get(key)
+        if whole is None:
+            call = functools.partial(self._whole, entry, steps)
+            whole = AtOnce(call, hidden, self.circuit.act, kv, slots, self.recorder)
+            self._keep(key, whole)
+        assert isinstance(whole, AtOnce)
+        if whole.newest is not None:  # what is not launched from here is not counted there
+            self._count(entry, hidden.shape[0])
+        self.newest = whole
+        with self._device():
+            return whole.run(token, hidden, position, kv, slots)
+
+    def _whole(self, entry: str, steps: int, token, hidden, position, kv: Caches, slots) -> dict[str, torch.Tensor]:
         with self._stream():
             return super()._at_once(entry, steps, token, hidden, position, kv, slots)
 
@@ -186,7 +202,7 @@ class CudaRunner(CompiledRunner):
         entry, n = self._entry(masked=allowed is not None), len(rows.tokens)
         self._check_hidden(hidden, n)
         allowed = None if allowed is None else self._own_mask(allowed)
-        width = _bucket(max([len(blocks.blocks) for blocks in rows.blocks]))
+        width = bucket(max([len(blocks.blocks) for blocks in rows.blocks]))
         with self._device():
             route = self._route(entry, steps, n, width, storage)
             graph, _, first_count = route.parts[0]
@@ -222,7 +238,7 @@ class CudaRunner(CompiledRunner):
         self._count(entry, n)
         parts = []
         for program, start, count in self._parts(entry, n):
-            sizes = dict.fromkeys(storage, (_bucket(program.rows), width))
+            sizes = dict.fromkeys(storage, (bucket(program.rows), width))
             parts.append((self._graph(program, steps, storage, sizes, stops=True), start, count))
         route = self._routes[key] = _Route(first, str(self._path(entry, n)), parts)
         return route
@@ -288,7 +304,7 @@ class CudaRunner(CompiledRunner):
         self._count(entry, n)
         made = []
         # Tables are staged at sizes that are powers of two: a growing context changes them seldom.
-        sizes = {name: (_bucket(cache.table.shape[0]), _bucket(cache.table.shape[1])) for name, cache in kv.items()}
+        sizes = {name: (bucket(cache.table.shape[0]), bucket(cache.table.shape[1])) for name, cache in kv.items()}
         storage = {name: (cache.k, cache.v) for name, cache in kv.items()}
         with self._device():
             for program, first, count in self._parts(entry, n):
@@ -310,12 +326,17 @@ class CudaRunner(CompiledRunner):
         key = (program.spec.symbol, steps, stops, tuple(sizes.values()), _places(storage))
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = _Chain(self, program, steps, storage, sizes, stops)
-            if len(self._graphs) > MOST_GRAPHS:
-                self._graphs.popitem(last=False)
-                self._routes.clear()
+            graph = _Chain(self, program, steps, storage, sizes, stops)
+            self._keep(key, graph)
         self._graphs.move_to_end(key)
+        assert isinstance(graph, _Chain)
         return graph
+
+    def _keep(self, key: tuple, graph: _Chain | AtOnce) -> None:
+        self._graphs[key] = graph
+        if len(self._graphs) > MOST_GRAPHS:
+            self._graphs.popitem(last=False)
+            self._routes.clear()
 
 
 class _Route(NamedTuple):
@@ -361,8 +382,8 @@ class _Chain:
             shapes |= {f"{name}.table": (sequences, width), f"{name}.seq": (n,), f"{name}.start": (sequences,)}
         shapes |= {"position": (n,)} | {f"{name}.length": (n,) for name in sizes}
         self.states = list(sizes)
-        self.ints, self.packed = _packed(shapes, device)
-        self.host, self.pinned = _packed(shapes, torch.device("cpu"))
+        self.ints, self.packed = packed(shapes, device)
+        self.host, self.pinned = packed(shapes, torch.device("cpu"))
         self.cells = (ctypes.c_int32 * self.pinned.numel()).from_address(self.pinned.data_ptr())
         self.tables: list[int] | None = None
         """Versions of the blocks that the staged tables are copies of; None when other calls have written there."""
@@ -566,19 +587,7 @@ class _Chain:
         graph.replay()
 
     def _record(self, key: tuple[bool, bool, bool]) -> torch.cuda.CUDAGraph:
-        """Takes milliseconds, once; the device is not waited for, and a failure leaves nothing behind."""
-        graph, stream = torch.cuda.CUDAGraph(), self.runner.recorder
-        stream.wait_stream(torch.cuda.current_stream(self.runner.device))
-        with RECORDING, torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self._launch(*key)
-            except BaseException:
-                with contextlib.suppress(Exception):  # it would hide what went wrong
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        return graph
+        return record(lambda: self._launch(*key), self.runner.recorder)[0]
 
     def _launch(self, formed: bool, masked: bool, sends: bool) -> None:
         begin, end = self.runner.chain_functions
@@ -621,18 +630,3 @@ def _only_step(chain: DraftChain) -> DraftStep:
 
 def _converted(*arguments: torch.Tensor | bool) -> list[Any]:
     return [tvm_ffi.from_dlpack(item) if isinstance(item, torch.Tensor) else int(item) for item in arguments]
-
-
-def _bucket(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()
-
-
-def _packed(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Integer tensors side by side in one memory, and that memory; page-locked on the host."""
-    sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
-    memory = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device, pin_memory=device.type == "cpu")
-    views, offset = {}, 0
-    for name, shape in shapes.items():
-        views[name] = memory[offset : offset + sizes[name]].view(shape)
-        offset += sizes[name]
-    return views, memory

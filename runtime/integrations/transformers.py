@@ -180,7 +180,9 @@ def generate(
     runner, config = proposer.runner, model.config.get_text_config()
     size = runner.hidden_size // runner.hidden_layers
     if size != config.hidden_size:
-        fault = Fault("the drafter was made for another model", subject="hidden_size", expected=str(size), got=str(config.hidden_size))
+        fault = Fault(
+            "the drafter was made for another model", subject="hidden_size", expected=str(size), got=str(config.hidden_size)
+        )
         raise RuntimeUseError(fault)
     with HiddenTap(model, runner.hidden_source, runner.hidden_layer_ids(config.num_hidden_layers)) as tap:
         drafting = _Drafting(proposer, num_drafts, input_ids.shape[1] + max_new_tokens)
