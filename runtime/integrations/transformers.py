@@ -1,7 +1,8 @@
 """Greedy decoding of a Hugging Face causal LM, plain or speculative, in one loop.
 
 Both kinds run the same code, so that a comparison measures drafting and nothing else. Hiddens are taken with forward
-hooks on the decoder's final norm, or on its layers, which mean the same in every transformers version (`output_hidden_states` does not).
+hooks on the decoder's final norm, or on its layers, which mean the same in every transformers version
+(`output_hidden_states` does not).
 Batch 1; tried with transformers 4.57 to 5.24.
 """
 

@@ -13,7 +13,8 @@ from circuitgraph.runtime import DEFERRED, BlockPool, ReferenceRunner, load, own
 from tests.fixture_cases import FIXTURES, fixture_tensors, target_of
 from tests.runtime.audited import Audited
 from tests.runtime.dense import dense_of
-from tests.runtime.families import CASES, NAMES, RUNNERS, Text, artifact, golden, reference
+from tests.runtime.families import CASES, NAMES, RUNNERS, artifact, reference
+from tests.runtime.goldens import Text, golden
 from tests.runtime.grammars import CountingMatcher, bits_of, words_of
 
 cases = pytest.mark.parametrize(("name", "kind"), CASES)
