@@ -270,12 +270,12 @@ class DraftRunner(abc.ABC):
     @cached_property
     def vocab_size(self) -> int:
         """Token ids below this can be fed: rows of the drafter's embedding, or, where it has none, what it scores."""
-        return self._embedding.shape[0] if self._embedding else self._columns("logits")
+        return int(self._embedding.shape[0]) if self._embedding else self._columns("logits")
 
     @cached_property
     def embed_size(self) -> int | None:
         """Columns of the drafter's embedding, None where it has none."""
-        return self._embedding.shape[1] if self._embedding else None
+        return int(self._embedding.shape[1]) if self._embedding else None
 
     @cached_property
     def _embedding(self) -> TensorType | None:

@@ -222,7 +222,7 @@ def test_the_table_of_families_is_true_and_whole():
     assert set(rows) == set(shipped_programs())
     for program, (_, kind, source, layers, most, writes, stays, masks) in rows.items():
         circuit = load_circuit(program)
-        names = [(item.name, item.type.shape) for item in circuit.weights]
+        names: list[tuple[str, Any]] = [(item.name, item.type.shape) for item in circuit.weights]
         names += [(value.name, (4, 4)) for table in circuit.tables for value in table.tensors()]
         runner = ReferenceRunner(circuit, {name: torch.empty(shape, device="meta") for name, shape in names})
         drafter = runner.kind
