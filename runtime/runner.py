@@ -454,9 +454,6 @@ class DraftRunner(abc.ABC):
             raise RuntimeUseError(Fault("takes no mask", where=self.circuit.name, subject="allowed", hint=hint))
         made = self._at_once("draft", steps, token, hidden, position, kv, slots)
         drafts, logprobs = made["draft"], made["logprob"]
-        if isinstance(self.kind, Block):
-            over = ended(slots, drafts.shape[1])
-            drafts, logprobs = drafts.masked_fill(over, -1), logprobs.masked_fill(over, float("nan"))
         missing = (0, steps - drafts.shape[1])
         pad = torch.nn.functional.pad
         return DraftChain(pad(drafts, missing, value=-1), pad(logprobs, missing, value=float("nan")), hidden)
@@ -474,7 +471,12 @@ class DraftRunner(abc.ABC):
         self.context(token, hidden, position, context_rows(kv, slots))
         tokens, positions, caches = block_rows(kind, token, position, kv, slots)
         made = self._run(entry, {"token": tokens, "position": positions}, caches)
-        return {name: value.unflatten(0, (n, kind.gamma))[:, 1 : 1 + steps] for name, value in made.items()}
+        made = {name: value.unflatten(0, (n, kind.gamma))[:, 1 : 1 + steps] for name, value in made.items()}
+        if "draft" in made:
+            over = ended(slots, made["draft"].shape[1])
+            made["draft"] = made["draft"].masked_fill(over, -1)
+            made["logprob"] = made["logprob"].masked_fill(over, float("nan"))
+        return made
 
     def start_chain(
         self,

@@ -175,7 +175,7 @@ class _Resolver:
             holds = self._switch(name, where, value) == value and holds
         return holds
 
-    def _switch(self, name: str, where: Location, *values: SwitchValue) -> SwitchValue | int | None:
+    def _switch(self, name: str, where: Location, *values: SwitchValue) -> Any:
         if name in self.file.facts:  # decided by the program for good, whatever else a block could do
             return self.file.facts[name]
         if name not in self.switches:
