@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .checkpoint.packed import dequantised
 from .circuit.ir import Circuit, Value
 from .circuit.types import TensorType
 from .errors import Fault, RuntimeUseError, did_you_mean
@@ -31,7 +32,8 @@ def interpret(
     Args:
         inputs: one tensor per circuit input in use, and per value that the entry is given; row axis first, any number
             of rows.
-        weights: weights and tables (`rope.cos`, ...) by circuit name, in any float dtype.
+        weights: weights and tables (`rope.cos`, ...) by circuit name, in any float dtype; quantised ones as numbers, too, or as
+            the tensors that programs read (`checkpoint.packed.dequantised`).
         states: cache storage and addressing by state name; storage is written in place (see `ops.cache.Append`).
         entry: an entry of the circuit: its outputs and effects. `outputs` alone computes those and all effects.
 
@@ -50,6 +52,7 @@ def interpret(
     roots = [public[name] for name in wanted_outputs] + [dict(circuit.effects)[name] for name in effects]
     given_values = circuit.entry(entry).given if entry else ()
     needed = needed_values(circuit, roots, given_values)
+    weights = dequantised(circuit, weights) if circuit.storage else weights
     values: dict[str, Any] = {}
     rows: int | None = None
     interior = (Value(name, circuit.types[name]) for name in given_values if name in circuit.producer)

@@ -20,7 +20,7 @@ def argument_values(plan: Plan) -> list[tuple[str, Value]]:
         arguments += [("state", value) for value in state.storage()]
         arguments += [("addressing", value) for value in _addressing(plan, state)]
     arguments += [("table", value) for table in circuit.tables for value in table.tensors()]
-    arguments += [("weight", Value(weight.name, weight.type)) for weight in circuit.weights]
+    arguments += [("weight", value) for weight in circuit.weights for value in weight.tensors()]
     arguments.append(("workspace", Value("workspace", TensorType("u8", (plan.workspace_bytes,)))))
     for public, name in circuit.outputs:
         value_type = circuit.types[name]

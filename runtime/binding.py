@@ -14,7 +14,11 @@ from circuitgraph.errors import CheckpointError, Fault, RuntimeUseError, did_you
 from circuitgraph.ops import DTYPE_NAMES, TORCH_DTYPES
 
 from . import own_ids
+from .arguments import device_of, of_kind, shown, whole
 from .rope import RopeSpec, rope_tables
+
+MOST_POSITIONS = 1 << 26
+"""Rows of RoPE tables: beyond all models by far, and still some gigabytes."""
 
 
 def bind_weights(
@@ -27,10 +31,10 @@ def bind_weights(
     max_position: int | None = None,
     seed: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """Every weight of the artifact's circuit by its circuit name, and the RoPE tables.
+    """Every weight of the artifact's circuit by its circuit name, of quantised ones all tensors, and the RoPE tables.
 
     Args:
-        weights: the host's own tensors by circuit name; they win over folders.
+        weights: the host's own tensors by circuit name; they win over folders. A quantised weight's are given together.
         model: the drafter's checkpoint folder, whose config must be the one that was compiled for; or only a config.json.
         target_model: the target's checkpoint folder, for embedding and lm_head: the target that was compiled with, if
             any. Without it, they must be in `weights`, or in `model` when compiling was given no other folder.
@@ -41,11 +45,16 @@ def bind_weights(
         CheckpointError: a folder, config or tensor that does not fit, naming both sides.
         RuntimeUseError: given weights that do not fit, or a weight that nothing provides.
     """
-    manifest, device = artifact.manifest, torch.device(device)
-    if max_position is not None and max_position < 1:
-        raise RuntimeUseError(
-            Fault("needs room for a token", subject="max_position", expected="1 or more", got=str(max_position))
-        )
+    of_kind(artifact, Artifact, "artifact", "bind_weights", "an Artifact, as read_artifact gives")
+    manifest = artifact.manifest
+    device = device_of(device, manifest.program)
+    if max_position is not None:
+        text = "needs room for a token, and for tables of so many rows"
+        whole(max_position, "max_position", manifest.program, least=1, most=MOST_POSITIONS, message=text)
+    whole(seed, "seed", manifest.program, most=2**63 - 1, message="is no seed")
+    for name, folder in (("model", model), ("target_model", target_model)):
+        of_kind(folder, (str, Path, type(None)), name, manifest.program, "a folder")
+    of_kind(weights, (Mapping, type(None)), "weights", manifest.program, "tensors by the circuit's names")
     folders: dict[str, Path] = {}
     if model is not None:
         _check_config(
@@ -56,6 +65,10 @@ def bind_weights(
             if not manifest.model.target_digest:
                 folders["target"] = Path(model)
     if target_model is not None:
+        if not Path(target_model).exists():
+            raise CheckpointError(
+                Fault("does not exist", where=str(target_model), hint="Give target_model= the target's folder.")
+            )
         if manifest.model.target_digest:
             what = f"target that '{manifest.model.name}' was compiled with"
             _check_config(Path(target_model), manifest.model.target_digest, what)
@@ -80,6 +93,9 @@ def bind_weights(
 _TARGET_HINT = "Give target_model= (--target-model), the target's folder, or its tensor itself in weights={{'{name}': ...}}."
 
 
+_QUANTISED = "The program reads this weight as {storage}. Leave it out, and it is taken from the artifact or the checkpoint."
+
+
 def check_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """The weights, after comparing each with the manifest.
 
@@ -87,10 +103,12 @@ def check_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], devic
         RuntimeUseError: every one that is missing, unknown, or of another shape, dtype, layout or device; else a map of ids
             that leads out of the vocabulary.
     """
+    of_kind(weights, Mapping, "weights", manifest.program, "tensors by the circuit's names")
     tables = {value.name: value for table in manifest.circuit.tables for value in table.tensors()}
+    specs = {value.name: (spec, value) for name, spec in manifest.weights.items() for value in spec.weight(name).tensors()}
     faults = []
-    for name in sorted({*manifest.weights, *tables} - set(weights)):
-        source = manifest.weights[name].source if name in manifest.weights else "table"
+    for name in sorted({*specs, *tables} - set(weights)):
+        source = specs[name][0].source if name in specs else "table"
         hint = {
             "drafter": "Give model=, the drafter's checkpoint folder.",
             "target": _TARGET_HINT.format(name=name),
@@ -98,22 +116,27 @@ def check_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], devic
         }
         faults.append(Fault("nothing provides it", where=manifest.program, subject=name, hint=hint.get(source)))
     for name, tensor in weights.items():
-        if name in manifest.weights:
-            spec = manifest.weights[name]
-            dtype, shape = spec.dtype, spec.shape
+        if not isinstance(tensor, torch.Tensor):
+            faults.append(Fault("is no tensor", where=manifest.program, subject=str(name), got=shown(tensor)))
+            continue
+        hint = None
+        if name in specs:
+            spec, value = specs[name]
+            dtype, shape = value.type.dtype, value.type.shape  # type: ignore[union-attr]
+            hint = _QUANTISED.format(storage=spec.storage) if spec.storage else None
         elif name in tables:
             rows = tensor.shape[:1] or ("rows",)
             dtype, shape = "f32", (*rows, tables[name].type.shape[1])  # type: ignore[union-attr]
         else:
-            hint = did_you_mean(name, {*manifest.weights, *tables})
-            faults.append(Fault("is not a weight of this program", where=manifest.program, subject=name, hint=hint))
+            hint = did_you_mean(str(name), {*specs, *tables})
+            faults.append(Fault("is not a weight of this program", where=manifest.program, subject=str(name), hint=hint))
             continue
         fits = tuple(tensor.shape) == shape and tensor.dtype == TORCH_DTYPES[dtype]
         if not (fits and tensor.is_contiguous() and tensor.device == device):
             layout = "" if tensor.is_contiguous() else "strided "
             got = f"{layout}{_dtype(tensor)}{list(tensor.shape)} on {tensor.device}"
             expected = f"contiguous {dtype}[{', '.join(map(str, shape))}] on {device}"
-            faults.append(Fault("does not fit", where=manifest.program, subject=name, expected=expected, got=got))
+            faults.append(Fault("does not fit", where=manifest.program, subject=name, expected=expected, got=got, hint=hint))
     if not faults:
         name = own_ids.map_of(manifest.circuit)
         fault = own_ids.fault_of(manifest.circuit, name, weights[name]) if name else None

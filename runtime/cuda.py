@@ -22,11 +22,12 @@ from circuitgraph.artifact import Manifest, check_device
 from circuitgraph.errors import Fault, RuntimeUseError
 from circuitgraph.ops import PagedKV
 
+from .arguments import shown
 from .compiled import CHAIN_FUNCTIONS, CompiledRunner, _Program
 from .cuda_at_once import ADDRESSING, AtOnce, bucket
 from .kinds import Block
 from .recording import packed, record
-from .runner import MASKED, MASKED_OUTPUT, Blocks, Caches, ChainRows, DraftChain, Drafts, DraftStep, _kind, no_autograd
+from .runner import MASKED, MASKED_OUTPUT, Blocks, Caches, ChainRows, DraftChain, Drafts, DraftStep, no_autograd
 
 MOST_GRAPHS = 64
 """Graphs kept per runner; beyond that the one that was used longest ago is dropped."""
@@ -89,18 +90,19 @@ class CudaRunner(CompiledRunner):
         check_alignment(checked, self.circuit.name)
         return checked
 
-    def _check_allowed(self, allowed: torch.Tensor | None, n: int) -> None:
-        super()._check_allowed(allowed, n)
+    def _check_allowed(self, allowed: torch.Tensor | None, n: int, *, needed: bool = False) -> None:
+        super()._check_allowed(allowed, n, needed=needed)
         if allowed is not None and allowed.device.type == "cpu" and torch.cuda.is_current_stream_capturing():
             hint = "Put it into a device tensor, and write that before each replay."
             fault = Fault("a mask of the host cannot be part of a graph", where=self.circuit.name, subject="allowed", hint=hint)
             raise RuntimeUseError(fault)
 
     def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-        if tensor.shape != shape or tensor.dtype != torch.int32 or tensor.device not in (self.device, torch.device("cpu")):
+        fits = isinstance(tensor, torch.Tensor) and tensor.shape == shape and tensor.dtype == torch.int32
+        if not fits or tensor.device not in (self.device, torch.device("cpu")):
             expected = f"i32[{', '.join(map(str, shape))}] on {self.device} or the host"
             raise RuntimeUseError(
-                Fault("does not fit", where=self.circuit.name, subject=name, expected=expected, got=_kind(tensor))
+                Fault("does not fit", where=self.circuit.name, subject=name, expected=expected, got=shown(tensor))
             )
 
     @property
@@ -111,22 +113,22 @@ class CudaRunner(CompiledRunner):
 
     @no_autograd()
     def draft(self, token, hidden, position, kv, *, recycled=False) -> DraftStep:
+        self._check_step(token, hidden, position, kv, recycled)
         if torch.cuda.is_current_stream_capturing() or len(kv) != 1:  # a graph has one slot per row for all states
             token, position, kv, _ = self._on_device(token, position, kv)
             with self._stream():
                 return super().draft(token, hidden, position, kv, recycled=recycled)
-        self._check_rows(token, hidden, position, kv, recycled)
         slots = next(iter(kv.values())).slot[None]
         return _only_step(self._replay(1, token, hidden, position, kv, slots, stops=False, recycled=recycled))
 
     @no_autograd()
     def draft_masked(self, token, hidden, position, kv, allowed, *, recycled=False) -> DraftStep:
+        n = self._check_step(token, hidden, position, kv, recycled)
+        self._check_allowed(allowed, n, needed=True)
         if torch.cuda.is_current_stream_capturing() or len(kv) != 1:
             token, position, kv, _ = self._on_device(token, position, kv)
             with self._stream():
                 return super().draft_masked(token, hidden, position, kv, allowed, recycled=recycled)
-        n = self._check_rows(token, hidden, position, kv, recycled)
-        self._check_allowed(allowed, n)
         slots = next(iter(kv.values())).slot[None]
         step = self._replay(1, token, hidden, position, kv, slots, stops=False, allowed=allowed, recycled=recycled)
         return _only_step(step)
@@ -394,6 +396,8 @@ class _Chain:
         self.starts_cells = (ctypes.c_int32 * self.starts.numel()).from_address(self.starts.data_ptr())
         self.counted = self.pinned[n : self.often].view(kinds, steps, n)
         self.copied = torch.cuda.Event()
+        self.unread = False
+        """Whether a graph that copies from the page-locked memory was launched, and nobody has waited for it yet."""
         self.enters = next(name for name in program.inputs if name not in ("token", "position", "allowed"))
         self.hidden = torch.zeros_like(program.inputs[self.enters])
         # Drafts and, as the same 32 bits, log-probabilities: one copy takes both to the caller.
@@ -457,7 +461,7 @@ class _Chain:
     def run_packed(self, rows: ChainRows, hidden: torch.Tensor, allowed: torch.Tensor | None) -> None:
         """As `run`, of plain integers: they go straight into the page-locked memory."""
         n, count = self.program.rows, len(rows.tokens)
-        if self.tables is None:
+        if self.tables is None or self.unread:
             self._await_copy()
         if count == n and min(map(len, rows.slots)) >= self.steps:
             self._stage_whole(rows)
@@ -468,6 +472,7 @@ class _Chain:
         if self.allowed is not None and allowed is not None:
             self.allowed[:count].copy_(allowed)
         # The copy is part of the graph: `read` waits for all of it, so this memory is free again by the next call.
+        self.unread = True
         self._replay(formed=True, masked=False, sends=True)
 
     def _stage_whole(self, rows: ChainRows) -> None:
@@ -557,6 +562,9 @@ class _Chain:
 
     def _await_copy(self) -> None:
         """The copy before has left the page-locked memory; as a rule it has long since."""
+        if self.unread:  # nobody waited: an interrupt came before `read` or inside of it
+            torch.cuda.synchronize(self.runner.device)
+            self.unread = False
         if not self.copied.query():
             self.copied.synchronize()
 
@@ -616,6 +624,7 @@ class _Chain:
             self.readings[count] = (drafts, logprobs.view(torch.float32))
         drafts, logprobs = self.readings[count]
         torch.cuda.current_stream().synchronize()
+        self.unread = False
         return drafts.tolist(), logprobs.tolist()
 
 

@@ -148,9 +148,11 @@ def outcome(state: MtpProposerState, limit: int | None, kind: Kind) -> tuple[int
     return position, max(kind.drafts(step.count, position, limit), 0)
 
 
-def settled(state: MtpProposerState, accepted: int, trim: str, limit: int | None, kind: Kind) -> int:
-    """Account for the oldest unsettled propose as the device did (`device_rows`); returns its drafts."""
+def settled(state: MtpProposerState, accepted: int, trim: str, limit: int | None, kind: Kind) -> tuple[int, int]:
+    """Account for the oldest unsettled propose as the device did (`device_rows`); returns its drafts, and how many rows
+    before it a sequence with rows will never have."""
     position, drafted = outcome(state, limit, kind)
+    skipped = max(position - state.next_position, 0) if state.rows and drafted else 0
     step = state.unsettled.popleft()
     written = kind.adds(drafted)
     kept = TRIM[trim](written, min(accepted, written)) if written else 0
@@ -163,4 +165,4 @@ def settled(state: MtpProposerState, accepted: int, trim: str, limit: int | None
         highest = highest if limit is None else min(highest, limit - 1)
         state.history.append(lowest, max(highest - lowest + 1, 0))
     state.next_token = position + accepted + 1
-    return drafted
+    return drafted, skipped

@@ -59,7 +59,11 @@ def bind_draft(runner: DraftRunner, pool: BlockPool, family: str) -> DraftBindin
         kind=type(runner.kind).__name__.lower(),
         drafts=runner.kind.most_drafts,
         circuit=circuit,
-        weights={w.name: (w.type.dtype, tuple(int(dim) for dim in w.type.shape)) for w in circuit.weights},
+        weights={
+            value.name: (value.type.dtype, tuple(int(dim) for dim in value.type.shape))  # type: ignore[union-attr]
+            for weight in circuit.weights
+            for value in weight.tensors()
+        },
         kv=circuit.states,
         bytes_per_row=pool.bytes_per_row,
         block_size=pool.block_size,

@@ -188,3 +188,25 @@ def test_only_activated_experts_count(rows: int) -> None:
     moved = plan.cost(group, 0).bytes
     assert moved >= min(32, 10 * rows) * expert
     assert moved < min(32, 10 * rows) * expert + 16 * 2**20
+
+
+@pytest.mark.parametrize("attrs", [{}, {"scoring": "sigmoid"}, {"scoring": "sigmoid", "groups": 4, "kept": 2}, {"groups": 4, "kept": 2}])
+@pytest.mark.parametrize("corrected", [False, True])
+def test_a_margin_is_what_a_choice_stands(attrs, corrected):
+    """Logits that change by less than it leave the choice as it is; a change of a few margins does not, for most rows."""
+    attrs = {"top": 3, "scoring": "softmax", "renormalise": True, "factor": 1.0, "groups": 1, "kept": 1, **attrs}
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(64, 24, generator=generator)
+    extra = [0.1 * torch.randn(24, generator=generator)] if corrected else []
+    route = TABLE["route"]
+
+    def chosen(logits):
+        return route.reference([logits, torch.eye(24), *extra], attrs, CONTEXT)[0].sort(-1).values
+
+    margin = (route.margin([x, torch.eye(24), *extra], attrs) * x.std(-1))[:, None]
+    changed = torch.zeros(64, dtype=torch.bool)
+    for _ in range(50):
+        sign = torch.randint(0, 2, x.shape, generator=generator) * 2.0 - 1
+        assert torch.equal(chosen(x + 0.99 * margin * sign), chosen(x))
+        changed |= (chosen(x + 6 * margin * sign) != chosen(x)).any(-1)
+    assert changed.sum() > 32

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..checkpoint.packed import VALUE_DTYPES, Packed
-from ..circuit.ir import Circuit
+from ..circuit.ir import Circuit, Storage, Weight
 from ..circuit.text import circuit_from_json, circuit_to_json
+from ..circuit.types import TensorType
 from ..errors import ArtifactError, Fault
+from ..places import MANIFEST
 from .reader import Reader
 
 FORMAT = 3
-MANIFEST = "manifest.json"
 
 ROLES = ("input", "state", "table", "weight", "workspace", "output")
 SOURCES = ("drafter", "target", "host", "random", "artifact")
@@ -103,7 +104,8 @@ class WeightSpec:
     tensor: its name in the checkpoint (drafter, target), in the artifact's weight file (artifact), or of the target's
         own tensor that the caller hands over (host). Weights that share a tensor name are tied.
     stored: the checkpoint's dtype where compiling asked for another one; empty where it is `dtype`.
-    packed: how the checkpoint stores a quantised weight, of which `tensor` has the values; loading dequantises it to `dtype`.
+    packed: how the file stores a quantised weight, of which `tensor` has the values. Loading dequantises it to `dtype`, or,
+        with `storage`, brings it to the form that the code reads.
     """
 
     dtype: str
@@ -112,11 +114,16 @@ class WeightSpec:
     source: str
     stored: str = ""
     packed: Packed | None = None
+    storage: Storage | None = None
+
+    def weight(self, name: str) -> Weight:
+        """As the weight `name` of a circuit."""
+        return Weight(name, TensorType(self.dtype, self.shape), self.storage)
 
     def to_json(self) -> dict[str, Any]:
         data = {**vars(self), "shape": list(self.shape)}
-        packed = data.pop("packed")
-        return data if packed is None else {**data, "packed": packed.to_json()}
+        quantised = {key: data.pop(key) for key in ("packed", "storage")}
+        return {**data, **{key: value.to_json() for key, value in quantised.items() if value is not None}}
 
 
 @dataclass(frozen=True)
@@ -292,6 +299,9 @@ def _check_whole(manifest: Manifest, top: Reader) -> None:
             top.refuse(f"{key}library", f"'{build.library}' is not among the files")
         _check_functions(build.functions, manifest.weights, f"{key}functions", top)
     written = manifest.to_json()
+    for key in written:
+        if key not in top.data:  # what repeats something is not read, and has to be there all the same
+            top.refuse(key, "is absent")
     for key, value in top.data.items():
         if written.get(key, _ABSENT) != value and key != "digest":
             top.refuse(key, "has unknown keys, or disagrees with what it repeats from the circuit and the functions")
@@ -301,13 +311,14 @@ def _check_whole(manifest: Manifest, top: Reader) -> None:
 
 def _check_functions(functions: Mapping[str, Function], weights: Mapping[str, WeightSpec], key: str, top: Reader) -> None:
     calls = {}
+    tensors = {value.name for name, spec in weights.items() for value in spec.weight(name).tensors()}
     for name, function in functions.items():
         if (function.entry, function.rows) in calls:
             other = calls[function.entry, function.rows]
             top.refuse(f"{key}.{name}", f"serves the same entry and rows as '{other}'")
         calls[function.entry, function.rows] = name
         for arg in function.args:
-            if arg.role == "weight" and arg.name not in weights:
+            if arg.role == "weight" and arg.name not in tensors:
                 top.refuse(f"{key}.{name}.args.{arg.name}", "is a weight that 'weights' does not list")
 
 
@@ -355,24 +366,43 @@ def _read_arg(reader: Reader) -> Arg:
 
 
 def _read_weight(reader: Reader) -> WeightSpec:
+    dtype, shape = reader.value("dtype", str, DTYPES), tuple(reader.items("shape", int))
+    storage = reader.inner("storage") if "storage" in reader.data else None
     return WeightSpec(
-        dtype=reader.value("dtype", str, DTYPES),
-        shape=tuple(reader.items("shape", int)),
+        dtype=dtype,
+        shape=shape,
         tensor=reader.value("tensor", str),
         source=reader.value("source", str, SOURCES),
         stored=reader.value("stored", str, ("", *DTYPES)),
         packed=_read_packed(reader.inner("packed")) if "packed" in reader.data else None,
+        storage=_read_storage(storage, TensorType(dtype, shape)) if storage else None,
     )
 
 
-def _read_packed(reader: Reader) -> Packed:
+def _read_storage(reader: Reader, weight: TensorType) -> Storage:
+    high, wide = _read_block(reader)
+    try:
+        storage = Storage(reader.value("format", str), (high, wide), reader.value("whole", bool))
+    except ValueError as problem:
+        reader.refuse("", str(problem))
+    reason = storage.refuse(weight)
+    if reason:
+        reader.refuse("", reason, got=str(weight))
+    return storage
+
+
+def _read_block(reader: Reader) -> tuple[int, int]:
     block = reader.items("block", int)
     if len(block) != 2 or min(block) < 0:
         reader.refuse("block", "is not a number of rows and one of columns", got=str(block))
+    return block[0], block[1]
+
+
+def _read_packed(reader: Reader) -> Packed:
     return Packed(
         format=reader.value("format", str, tuple(VALUE_DTYPES)),
         scales=reader.value("scales", str),
-        block=(block[0], block[1]),
+        block=_read_block(reader),
         global_scale=reader.value("global_scale", str),
         divides=reader.value("divides", bool),
     )

@@ -28,7 +28,7 @@ class TensorRef:
     source: `drafter` and `target` are the two folders; `host` is a tensor of the target that the caller hands over
     when it loads; `random` is made up. status: `used`, `borrowed` (the target's own), `tied` (borrowed, and standing
     in for another). dtype is the stored one; the circuit's may differ when `wt` asked for a conversion. packed: how a
-    quantised one is stored under this name; it is dequantised when it is loaded, and dtype is what to.
+    quantised one is stored under this name; dtype is then what it is dequantised to, where it does not stay quantised.
     """
 
     name: str
@@ -205,11 +205,10 @@ class Account:
         return TensorRef(stored.info.name, source, status, dtype, stored.shape, stored.info.file, stored.packed)
 
     def _note(self, weight: str, stored: Stored, dtype: str) -> None:
-        """What becomes of the stored numbers, for the report."""
+        """What becomes of the stored numbers, for the report; of quantised ones, `BoundProgram.report` says it."""
         notes = [self.notes[weight]] if weight in self.notes else []
         if stored.packed is not None:
             self.types[weight] = str(stored.info)
-            notes.append(f"{stored.packed} -> {dtype}")
         elif self.convert is not None and self.convert != dtype and dtype in FLOAT_DTYPES:
             notes.append(f"converted to {self.convert} when it is loaded")
         if notes:

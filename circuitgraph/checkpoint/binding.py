@@ -5,25 +5,27 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..artifact.manifest import SOURCES, WeightSpec
-from ..circuit.ir import Circuit
+from ..circuit.ir import Circuit, Storage
 from ..errors import CheckpointError, Fault, ProgramError, RuntimeUseError, did_you_mean
-from ..language.load import Program, load_program, shipped_programs
+from ..language.load import Program, load_program
 from ..language.resolve import Bindings, resolve
 from ..language.schema import SwitchValue
 from ..ops.base import TORCH_DTYPES
+from ..places import shipped_programs
 from ..runtime.rope import RopeSpec, rope_tables
 from .account import Account, ReportRow, TensorRef
 from .config import ModelConfig, RawConfig, read_raw
 from .family import Family, default_family, load_family, recognise
+from .made import Made, carried_tensors
 from .model import Model, open_checkpoint
-from .provide import made_up, read_weights
+from .provide import made_up, read_tensors, read_weights
 
 DEFAULT_POSITIONS = 32768
 """Most rows of a RoPE table when the caller does not say how many it serves."""
@@ -31,7 +33,11 @@ DEFAULT_POSITIONS = 32768
 
 @dataclass(frozen=True)
 class BoundProgram:
-    """A circuit, and a tensor for each of its weights. `rope` has a spec for each table of the circuit."""
+    """A circuit, and a tensor for each of its weights. `rope` has a spec for each table of the circuit.
+
+    The circuit's `storage` says which weights stay quantised. account: a row for each tensor. unread: quantised weights that
+    kernels cannot read, and why. made: weights that are not as the checkpoint has them, which the artifact therefore carries.
+    """
 
     program: str
     family: str
@@ -41,8 +47,38 @@ class BoundProgram:
     rope: Mapping[str, RopeSpec]
     config: ModelConfig
     model: Model
-    report: tuple[ReportRow, ...]
-    digest: str
+    account: tuple[ReportRow, ...]
+    unread: Mapping[str, str] = field(default_factory=dict)
+    made: Mapping[str, Made] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Of all that config and family decide: two configs that differ elsewhere are the same model to a drafter."""
+        return _digest(self.family, self.circuit, self.rope)
+
+    @property
+    def report(self) -> tuple[ReportRow, ...]:
+        """The account, with what becomes of quantised weights."""
+        return tuple(self._told(row) for row in self.account)
+
+    def _told(self, row: ReportRow) -> ReportRow:
+        ref = self.tensors.get(row.weight)
+        if ref is None or row.tensor != ref.name:
+            return row
+        storage, notes = self.circuit.storage.get(row.weight), [row.reason] if row.reason else []
+        if row.weight in self.made:
+            notes.append(str(self.made[row.weight]))
+        elif storage is not None:
+            notes.append(f"{ref.packed or storage}, read as it is")
+        elif ref.packed is not None:
+            why = f", since kernels cannot read it ({self.unread[row.weight]})" if row.weight in self.unread else ""
+            notes.append(f"{ref.packed} -> {ref.dtype}{why}")
+        return replace(row, reason="; ".join(notes))
+
+    def dequantising(self, unread: Mapping[str, str]) -> BoundProgram:
+        """The same, with these weights dequantised when they are loaded; the values say why."""
+        kept = {name: storage for name, storage in self.circuit.storage.items() if name not in unread}
+        return replace(self, circuit=self.circuit.with_storage(kept), unread={**self.unread, **unread})
 
     def weight_specs(self) -> dict[str, WeightSpec]:
         """Every weight as the circuit has it, and where it comes from."""
@@ -50,7 +86,11 @@ class BoundProgram:
         for weight in self.circuit.weights:
             ref, dtype = self.tensors[weight.name], weight.type.dtype
             stored = "" if ref.packed or ref.dtype == dtype else ref.dtype
-            specs[weight.name] = WeightSpec(dtype, _numbers(weight.type.shape), ref.name, ref.source, stored, ref.packed)
+            shape = _numbers(weight.type.shape)
+            if weight.name in self.made and ref.source != "random":
+                specs[weight.name] = self.made[weight.name].spec(weight)
+                continue
+            specs[weight.name] = WeightSpec(dtype, shape, ref.name, ref.source, stored, ref.packed, weight.storage)
         return specs
 
     def load_weights(
@@ -61,7 +101,8 @@ class BoundProgram:
         device: torch.device | str = "cpu",
         seed: int = 0,
     ) -> dict[str, torch.Tensor]:
-        """Weights and tables by circuit name. On the CPU, checkpoint tensors are memory-mapped, not copied.
+        """Weights and tables by circuit name; all tensors of quantised ones that stay so. On the CPU, checkpoint tensors are
+        memory-mapped, not copied.
 
         Args:
             positions: rows of the RoPE tables; by default what the config allows, at most DEFAULT_POSITIONS.
@@ -83,6 +124,8 @@ class BoundProgram:
             if sources[source] and model is not None and model.tensors is not None:
                 weights.update(read_weights(model.tensors, sources[source], device))
         weights.update(made_up(self.circuit, sources["random"], seed, device))
+        if sources["artifact"]:
+            weights.update(read_tensors(carried_tensors(self), sources["artifact"], device))
         for name, spec in self.rope.items():
             rows = positions or min(spec.max_position or DEFAULT_POSITIONS, DEFAULT_POSITIONS)
             weights[f"{name}.cos"], weights[f"{name}.sin"] = rope_tables(spec, rows, device)
@@ -96,6 +139,9 @@ class BoundProgram:
                 faults.append(
                     Fault("a host tensor has the wrong shape", subject=name, expected=str(list(ref.shape)), got=str(got))
                 )
+            elif name in host and name in self.made:
+                hint = "Bind it without quantising it and with its whole vocabulary, or leave the tensor out."
+                faults.append(Fault("is made when compiling", subject=name, got="a tensor of the host", hint=hint))
             elif ref.source == "host" and name not in host:
                 hint = f"Give host={{'{name}': the target's {ref.name}}}, or bind with target_model=."
                 faults.append(Fault("a tensor of the host is missing", subject=name, expected=str(list(ref.shape)), hint=hint))
@@ -163,6 +209,7 @@ def bind(
     kv: str = "f32",
     wt: str | None = None,
     host_dtype: str = "bf16",
+    keep_packed: bool = False,
 ) -> BoundProgram:
     """Bind `program` to a checkpoint.
 
@@ -176,6 +223,8 @@ def bind(
         act, kv: dtypes of activations and cache. wt: convert all weights to it; left out, each keeps its own
             (random ones are bf16).
         host_dtype: of weights that the host hands over, when `wt` does not say.
+        keep_packed: weights that the checkpoint has quantised stay so in the circuit (`Circuit.storage`), for kernels that
+            read them; else they are dequantised when they are loaded. A storage that the program itself states stays.
 
     Raises:
         ProgramError, CheckpointError: every fault of the stage that failed, each located.
@@ -192,13 +241,36 @@ def bind(
     bindings = Bindings(config.values, decided, act, wt, kv)
     circuit = resolve(loaded, bindings)
     account = Account(chosen, circuit, config, opened, wt, host_dtype)
-    refs, report = account.settle()
+    refs, rows = account.settle()
     if wt is None:
         bindings = replace(bindings, weight_dtypes={name: ref.dtype for name, ref in refs.items()})
         circuit = resolve(loaded, bindings)
     rope = {table.name: config.rope for table in circuit.tables if table.kind == "rope"}
-    digest = _digest(chosen, circuit, rope)
-    return BoundProgram(loaded.name, chosen.name, circuit, decided, refs, rope, config, opened, report, digest)
+    circuit = circuit.with_storage(_storage(circuit, refs, keep_packed))
+    return BoundProgram(loaded.name, chosen.name, circuit, decided, refs, rope, config, opened, rows)
+
+
+def _storage(circuit: Circuit, refs: Mapping[str, TensorRef], keep_packed: bool) -> dict[str, Storage]:
+    """How programs hold each quantised weight: as the checkpoint has it, or, of made-up ones, as the program states.
+
+    Raises:
+        CheckpointError: a program states another storage than the checkpoint has.
+    """
+    kept, faults = {}, []
+    for weight in circuit.weights:
+        ref = refs[weight.name]
+        found = ref.packed.storage if ref.packed else None
+        if weight.storage is not None and ref.source != "random" and found != weight.storage:
+            hint = "Say 'type' alone in the program, or quantise the checkpoint so."
+            where = str(ref.file or circuit.name)
+            expected, got = f"{weight.storage} ('{weight.name}')", str(ref.packed or ref.dtype)
+            faults.append(Fault("the program states another storage", where, ref.name, expected, got, hint))
+        chosen = weight.storage or (found if keep_packed else None)
+        if chosen is not None:
+            kept[weight.name] = chosen
+    if faults:
+        raise CheckpointError(faults)
+    return kept
 
 
 def _program_name(program: str | Path | None) -> str | None:
@@ -281,14 +353,15 @@ def _check_target(model: Model, config: ModelConfig) -> None:
         raise CheckpointError(faults)
 
 
-def _digest(family: Family, circuit: Circuit, rope: Mapping[str, RopeSpec]) -> str:
-    """Of all that config and family decide: two configs that differ elsewhere are the same model to a drafter."""
+def _digest(family: str, circuit: Circuit, rope: Mapping[str, RopeSpec]) -> str:
     facts = {
-        "family": family.name,
+        "family": family,
         "program": circuit.name,
         "facts": dict(circuit.facts),
         "weights": {weight.name: list(weight.type.shape) for weight in circuit.weights},
         "attributes": [[node.name, node.op, dict(node.attrs)] for node in circuit.nodes],
         "rope": {name: spec.to_json() for name, spec in rope.items()},
     }
+    if circuit.storage:
+        facts["storage"] = {name: str(storage) for name, storage in circuit.storage.items()}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -8,16 +8,23 @@ only: a serving box loads with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-VALUE_DTYPES = {"fp8": "F8_E4M3", "nvfp4": "U8", "mxfp4": "U8"}
+from ..circuit.ir import FOUR_BIT, Circuit, Storage, Weight
+
+VALUE_DTYPES = {"fp8": "F8_E4M3", "int8": "I8", "nvfp4": "U8", "mxfp4": "U8"}
 """Every format, and how files call the dtype of its values. The 4-bit ones are e2m1, two a byte, even column in the low half."""
 
-SCALE_DTYPES = {"fp8": ("f32", "bf16", "f16", "F8_E8M0"), "nvfp4": ("F8_E4M3",), "mxfp4": ("U8", "F8_E8M0")}
+SCALE_DTYPES = {
+    "fp8": ("f32", "bf16", "f16", "F8_E8M0"),
+    "int8": ("f32", "bf16", "f16"),
+    "nvfp4": ("F8_E4M3",),
+    "mxfp4": ("U8", "F8_E8M0"),
+}
 """What scales may be stored in. U8 is the exponent of a power of two (e8m0), from before files had a dtype for it."""
 
 GLOBAL_DTYPES = ("f32", "bf16", "f16")
@@ -47,9 +54,15 @@ class Packed:
     divides: bool = False
 
     def __str__(self) -> str:
-        if self.format != "fp8":
+        if self.format in FOUR_BIT:
             return self.format
-        return "fp8 " + {(0, 0): "per tensor", (1, 0): "per channel"}.get(self.block, "block {}x{}".format(*self.block))
+        kinds = {(0, 0): "per tensor", (1, 0): "per channel"}
+        return f"{self.format} {kinds.get(self.block, 'block {}x{}'.format(*self.block))}"
+
+    @property
+    def storage(self) -> Storage:
+        """The form that `packed_tensors` brings it to."""
+        return Storage(self.format, self.block, bool(self.global_scale))
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -58,7 +71,7 @@ class Packed:
 
     def value_shapes(self, shape: Shape) -> tuple[Shape, ...]:
         """How the values of a weight of this shape may be stored, the usual form first."""
-        if self.format == "fp8":
+        if self.format not in FOUR_BIT:
             return (shape,)
         *rest, columns = shape
         flat = () if columns % 2 else ((*rest, columns // 2),)
@@ -116,11 +129,67 @@ def dequantise(
     for matrix in range(count):
         for start in range(0, rows, step):
             part = stored[matrix, start : start + step]
-            numbers = part.float() if packed.format == "fp8" else _four_bits(part)
+            numbers = _four_bits(part) if packed.format in FOUR_BIT else part.float()
             scale = factors[matrix, start // high : -(-(start + len(part)) // high)]
             scale = scale.repeat_interleave(high, 0)[: len(part)].repeat_interleave(wide, 1)[:, :columns]
             out[matrix, start : start + step] = numbers * scale
     return out.reshape(shape)
+
+
+def packed_tensors(
+    packed: Packed, weight: Weight, values: torch.Tensor, scales: torch.Tensor, extra: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """The tensors that programs read a quantised weight from, `weight.tensors()` by name, of any file's spelling of them.
+
+    Values stay where they lie if they are contiguous; nothing is rounded but a divisor's reciprocal.
+    """
+    scales = _numbers(scales) if packed.format not in FOUR_BIT else scales.contiguous().view(torch.uint8)
+    found = [values.contiguous().view(torch.uint8), scales]
+    if extra is not None:
+        found.append(1 / extra.float() if packed.divides else extra.float())
+    wanted = weight.tensors()
+    return {value.name: item.reshape(value.type.shape).contiguous() for value, item in zip(wanted, found, strict=True)}  # type: ignore[union-attr,arg-type]
+
+
+def packed_in_file(name: str, storage: Storage) -> Packed:
+    """How `file_tensors` stores a weight under `name`."""
+    return Packed(storage.format, f"{name}.scales", storage.block, f"{name}.whole" if storage.whole else "")
+
+
+def file_tensors(name: str, storage: Storage, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that programs read (`Weight.tensors`) in the dtypes of files."""
+    values, scales, *whole = tensors
+    scales = scales.view(torch.float8_e4m3fn) if storage.format == "nvfp4" else scales
+    stored = (values.view(_VALUES.get(storage.format, torch.uint8)), scales, *whole)
+    return dict(zip((name, f"{name}.scales", f"{name}.whole"), stored, strict=False))
+
+
+def dequantised(circuit: Circuit, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`weights` with every quantised one of the circuit as its numbers in fp32: what ops' references are given.
+
+    Those whose scales are not there are left as they are.
+    """
+    made = dict(weights)
+    for weight in circuit.weights:
+        names = [value.name for value in weight.tensors()]
+        if weight.storage is not None and all(name in made for name in names):
+            made[weight.name] = tensors_to_numbers(weight, [made.pop(name) for name in names])
+    return made
+
+
+def tensors_to_numbers(weight: Weight, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What the tensors of a quantised weight (`weight.tensors()`) mean, in fp32 [*stack, N, K]."""
+    storage = weight.storage
+    assert storage is not None
+    values, scales, *rest = tensors
+    packed = Packed(storage.format, "scales", storage.block, "whole" if rest else "")
+    values = values.view(_VALUES.get(storage.format, torch.uint8))
+    scales = scales.view(torch.float8_e4m3fn) if storage.format == "nvfp4" else scales
+    shape = tuple(int(dim) for dim in weight.type.shape)
+    return dequantise(packed, shape, values, scales, rest[0] if rest else None, torch.float32)
+
+
+_VALUES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def _four_bits(packed: torch.Tensor) -> torch.Tensor:

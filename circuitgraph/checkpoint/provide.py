@@ -6,7 +6,7 @@ Checkpoint binding and the runtime load through here alike. A serving box uses i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,8 +14,8 @@ from ..circuit.ir import Circuit
 from ..errors import CheckpointError, Fault, did_you_mean
 from ..ops.base import TORCH_DTYPES
 from .files import TensorFiles
-from .packed import dequantise
-from .random_weights import random_weight
+from .packed import dequantise, packed_tensors
+from .random_weights import random_packed, random_weight, seeded
 from .stored import check_packed
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def read_weights(
     files: TensorFiles, specs: Mapping[str, WeightSpec], device: torch.device | str = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """Weights by circuit name, from a checkpoint's files.
+    """Weights by circuit name, from a checkpoint's files; of quantised ones that stay so all tensors (`Weight.tensors`).
 
     On the CPU they stay memory-mapped where they are stored as the circuit wants them. Others are converted, or
     dequantised on `device`. Weights that are tied share a tensor.
@@ -41,12 +41,28 @@ def read_weights(
         raise CheckpointError(faults)
     wanted = {tensor for spec in specs.values() for tensor in (spec.tensor, *(spec.packed.tensors if spec.packed else ()))}
     tensors = files.load(sorted(wanted))
-    made: dict[tuple[str, str], torch.Tensor] = {}
-    for spec in specs.values():
-        key = (spec.tensor, spec.dtype)
+    return read_tensors(tensors, specs, device, files)
+
+
+def read_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    specs: Mapping[str, WeightSpec],
+    device: torch.device | str = "cpu",
+    files: TensorFiles | None = None,
+) -> dict[str, torch.Tensor]:
+    """`read_weights` of tensors as files store them. files: where they are from, for errors.
+
+    Raises:
+        CheckpointError: a scale that is no number.
+    """
+    made: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    weights = {}
+    for name, spec in specs.items():
+        key = (spec.tensor, spec.dtype, spec.storage)
         if key not in made:
             made[key] = _ready(files, spec, tensors, device)
-    return {name: made[spec.tensor, spec.dtype] for name, spec in specs.items()}
+        weights.update(zip((value.name for value in spec.weight(name).tensors()), made[key], strict=True))
+    return weights
 
 
 def _misfit(files: TensorFiles, name: str, spec: WeightSpec) -> tuple[Fault, ...]:
@@ -65,29 +81,42 @@ def _misfit(files: TensorFiles, name: str, spec: WeightSpec) -> tuple[Fault, ...
     return (Fault("does not fit", where=str(info.file), subject=spec.tensor, expected=expected, got=str(info)),)
 
 
-def _ready(files: TensorFiles, spec: WeightSpec, tensors: Mapping[str, torch.Tensor], device: torch.device | str) -> torch.Tensor:
-    """The weight on `device`, in its circuit's dtype."""
+def _ready(
+    files: TensorFiles | None, spec: WeightSpec, tensors: Mapping[str, torch.Tensor], device: torch.device | str
+) -> list[torch.Tensor]:
+    """The tensors of the weight on `device`: one in its circuit's dtype, or those of its storage."""
     packed, dtype = spec.packed, TORCH_DTYPES[spec.dtype]
     if packed is None:
-        return tensors[spec.tensor].to(device, dtype)
+        return [tensors[spec.tensor].to(device, dtype)]
     for name in packed.tensors:
         broken = tensors[name].float().isfinite().logical_not() if tensors[name].dtype != torch.uint8 else tensors[name] == 255
+        if packed.divides and name == packed.global_scale:
+            broken = broken | (tensors[name] == 0)
         if broken.any():
-            where = str(files.info(name).file)
+            where = str(files.info(name).file) if files else None
             hint = "The checkpoint is damaged: download or export it again."
             got = f"{int(broken.sum())} of {broken.numel()} that are not"
             raise CheckpointError(
                 Fault("scales must be finite", where=where, subject=name, expected="numbers", got=got, hint=hint)
             )
     values, scales, *rest = (tensors[name].to(device) for name in (spec.tensor, *packed.tensors))
-    return dequantise(packed, spec.shape, values, scales, rest[0] if rest else None, dtype)
+    whole = rest[0] if rest else None
+    if spec.storage is not None:
+        return list(packed_tensors(packed, spec.weight(spec.tensor), values, scales, whole).values())
+    return [dequantise(packed, spec.shape, values, scales, whole, dtype)]
 
 
 def made_up(circuit: Circuit, specs: Mapping[str, WeightSpec], seed: int, device: torch.device | str) -> dict[str, torch.Tensor]:
     """Weights of a program that was compiled from a config alone; tied ones share their tensor."""
     weights = {weight.name: weight for weight in circuit.weights}
-    made: dict[str, torch.Tensor] = {}
+    made: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    tensors = {}
     for name, spec in specs.items():
-        if spec.tensor not in made:
-            made[spec.tensor] = random_weight(circuit, weights[name], seed).to(device)
-    return {name: made[spec.tensor] for name, spec in specs.items()}
+        weight, key = weights[name], (spec.tensor, spec.storage)
+        if key not in made:
+            generator = seeded(weight, seed)
+            plain = spec.storage is None
+            some = [random_weight(circuit, weight, generator)] if plain else random_packed(weight, generator)
+            made[key] = [tensor.to(device) for tensor in some]
+        tensors.update(zip((value.name for value in weight.tensors()), made[key], strict=True))
+    return tensors

@@ -80,17 +80,17 @@ def read_stored(files: TensorFiles, name: str, block: Shape = FP8_BLOCK) -> Stor
         return Stored(info, info.shape, None, idle)
     if info.dtype not in VALUE_DTYPES.values():
         expected = " or ".join((*FLOAT_DTYPES, *dict.fromkeys(VALUE_DTYPES.values())))
-        hint = "Convert the weight to bf16, or to FP8 (e4m3), NVFP4 or MXFP4."
+        hint = "Convert the weight to bf16, or to FP8 (e4m3), INT8, NVFP4 or MXFP4."
         raise _refused(info, "the weight cannot be read from this dtype", expected, info.dtype, hint)
     if len(scales) != 1:
         expected = " or ".join(other for other, role in companions(name).items() if role == "scale")
         hint = "Numbers mean nothing without their scale: export the checkpoint again." if not scales else "Remove the other."
         raise _refused(info, f"{info.dtype} needs one scale", expected, ", ".join(scales) or "none", hint)
     scale = files.info(scales[0])
-    if info.dtype == VALUE_DTYPES["fp8"]:
-        stored = _fp8(info, scale, tuple(block), idle)
-    else:
+    if info.dtype == VALUE_DTYPES["nvfp4"]:
         stored = _four_bit(info, scale, wholes, present)
+    else:
+        stored = _eight_bit(info, scale, tuple(block), idle)
     if stored.packed is not None and wholes and not stored.packed.global_scale:
         whole = files.info(wholes[0])
         raise _refused(whole, f"{stored.packed.format} has no scale over its scales", got=str(whole), hint=_MIXED)
@@ -134,10 +134,11 @@ def _fits(info: TensorInfo, what: str, dtypes: tuple[str, ...], shapes: tuple[Sh
 _MIXED = "Values and scales are of different exports, or of a format that is not known here."
 
 
-def _fp8(info: TensorInfo, scale: TensorInfo, block: Shape, idle: tuple[str, ...]) -> Stored:
+def _eight_bit(info: TensorInfo, scale: TensorInfo, block: Shape, idle: tuple[str, ...]) -> Stored:
     """One scale for all, for each row, or for each block: the shape of the scales says which."""
     high, wide = block
-    kinds = [Packed("fp8", scale.name, sizes) for sizes in ((0, 0), (1, 0), (high, wide))]
+    format = next(name for name, dtype in VALUE_DTYPES.items() if dtype == info.dtype)
+    kinds = [Packed(format, scale.name, sizes) for sizes in ((0, 0), (1, 0), (high, wide))]
     packed = next((kind for kind in kinds if scale.shape in kind.scale_shapes(info.shape)), kinds[-1])
     return Stored(info, info.shape, packed, idle)
 

@@ -21,6 +21,10 @@ def check(circuit: Circuit) -> None:
         if source.name in types:
             faults.append(_fault(circuit, None, f"'{source.name}' is declared twice"))
         types[source.name] = source.type
+    for name, storage in circuit.storage.items():
+        reason = storage.refuse(types[name])
+        if reason:
+            faults.append(_fault(circuit, None, f"weight '{name}': {reason}, got {types[name]}"))
     for node in circuit.nodes:
         _check_node(circuit, node, types, faults)
         for value in node.outputs:

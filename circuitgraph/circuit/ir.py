@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ..errors import Location
-from .types import ROWS, StateType, TensorType, ValueType
+from .types import FLOAT_DTYPES, ROWS, StateType, TensorType, ValueType
 
 Attribute: TypeAlias = int | float | str | bool
 
@@ -49,12 +49,93 @@ class Input:
     source: str = ""
 
 
+FOUR_BIT = {"nvfp4": ((1, 16), True), "mxfp4": ((1, 32), False)}
+"""Formats with two numbers (e2m1) a byte: the block that each has, and whether a scale over the whole weight goes with it."""
+
+STORAGE_FORMATS = ("fp8", "int8", *FOUR_BIT)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How programs hold a quantised weight [*stack, N, K]: number(w[n, k]) * scales[block of (n, k)] * whole, in fp32.
+
+    format: `fp8` (e4m3), `int8`, `nvfp4` or `mxfp4`. block: rows and columns that share a scale, counted from the first; 0 is
+    all of them. whole: one more scale over the whole weight, or over each matrix of a stack.
+
+    Raises:
+        ValueError: a format that does not exist, or a block that it does not have.
+    """
+
+    format: str
+    block: tuple[int, int]
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        fits = FOUR_BIT.get(self.format, (self.block, False)) == (self.block, self.whole)
+        if self.format not in STORAGE_FORMATS or not fits or min(self.block) < 0:
+            raise ValueError(f"no storage {self.format} with a scale for {self.block}" + " and one over all" * self.whole)
+
+    def __str__(self) -> str:
+        if self.format in FOUR_BIT:
+            return self.format
+        return f"{self.format} " + {(0, 0): "per tensor", (1, 0): "per row"}.get(self.block, "{}x{}".format(*self.block))
+
+    @staticmethod
+    def parse(text: str) -> Storage:
+        """Inverse of `str`. Raises ValueError for other texts."""
+        name, _, rest = text.partition(" ")
+        if name in FOUR_BIT and not rest:
+            return Storage(name, *FOUR_BIT[name])
+        known = {"per tensor": (0, 0), "per row": (1, 0)}
+        high, x, wide = rest.partition("x")
+        if name in FOUR_BIT or (rest not in known and not (x and high.isdecimal() and wide.isdecimal())):
+            raise ValueError(f"no storage {text!r}")
+        return Storage(name, known.get(rest) or (int(high), int(wide)))
+
+    def refuse(self, weight: TensorType) -> str | None:
+        """Why a weight of this type cannot be held so, or None."""
+        if weight.dtype not in FLOAT_DTYPES or weight.rank < 2:
+            return f"{self} holds float matrices"
+        if self.format in FOUR_BIT and int(weight.shape[-1]) % 2:
+            return f"{self} holds two numbers a byte, and so no odd number of columns"
+        return None
+
+    def tensors(self, weight: Weight) -> tuple[Value, ...]:
+        """What takes the place of the one tensor of `weight`: its values, `<name>.scales` and, with `whole`, `<name>.whole`."""
+        *stack, rows, columns = (int(dim) for dim in weight.type.shape)
+        high, wide = self.block[0] or rows, self.block[1] or columns
+        packed = self.format in FOUR_BIT
+        values = TensorType("u8", (*stack, rows, columns // 2 if packed else columns))
+        scales = TensorType("u8" if packed else "f32", (*stack, -(-rows // high), -(-columns // wide)))
+        parts = [Value(weight.name, values), Value(f"{weight.name}.scales", scales)]
+        if self.whole:
+            parts.append(Value(f"{weight.name}.whole", TensorType("f32", tuple(stack) or (1,))))
+        return tuple(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": self.format, "block": list(self.block), "whole": self.whole}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Storage:
+        """Inverse of `to_json`. Raises KeyError, TypeError or ValueError on data that it did not write."""
+        high, wide = data["block"]
+        return Storage(data["format"], (high, wide), data["whole"])
+
+
 @dataclass(frozen=True)
 class Weight:
-    """A parameter, bound from a checkpoint by name. Shape is [out, in] for matrices."""
+    """A parameter, bound from a checkpoint by name. Shape is [out, in] for matrices.
+
+    type: of its values, as ops read them. storage: how programs hold it where it is quantised.
+    """
 
     name: str
     type: TensorType
+    storage: Storage | None = None
+
+    def tensors(self) -> tuple[Value, ...]:
+        """What programs are passed for it."""
+        return self.storage.tensors(self) if self.storage else (Value(self.name, self.type),)
 
 
 @dataclass(frozen=True)
@@ -184,6 +265,20 @@ class Circuit:
         for node in self.nodes:
             types.update((value.name, value.type) for value in node.outputs)
         return MappingProxyType(types)
+
+    @cached_property
+    def storage(self) -> Mapping[str, Storage]:
+        """Weight name to how programs hold it; only of quantised ones."""
+        return MappingProxyType({item.name: item.storage for item in self.weights if item.storage is not None})
+
+    def stored_bytes(self, name: str) -> int:
+        """Bytes of the tensors that programs read weight `name` from."""
+        weight = next(item for item in self.weights if item.name == name)
+        return sum(value.type.bytes() for value in weight.tensors() if isinstance(value.type, TensorType))
+
+    def with_storage(self, storage: Mapping[str, Storage]) -> Circuit:
+        """The same circuit with these weights quantised, and no others."""
+        return replace(self, weights=tuple(replace(item, storage=storage.get(item.name)) for item in self.weights))
 
     @cached_property
     def producer(self) -> Mapping[str, Node]:

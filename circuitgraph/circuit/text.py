@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .ir import Attribute, Circuit, Entry, Input, Node, State, Table, Value, Weight
+from .ir import Attribute, Circuit, Entry, Input, Node, State, Storage, Table, Value, Weight
 from .types import StateType, TensorType, ValueType
 
 
@@ -32,7 +32,7 @@ def format_circuit(circuit: Circuit) -> str:
     lines += [f"  {table.name}: {{kind: {table.kind}, dim: {table.dim}}}" for table in circuit.tables]
     if circuit.weights:
         lines.append("weights:")
-    lines += [f'  {weight.name}: "{weight.type}"' for weight in circuit.weights]
+    lines += [f"  {weight.name}: {_weight(weight)}" for weight in circuit.weights]
     lines.append("body:")
     lines += [f"  - {format_node(node)}" for node in circuit.nodes]
     lines.append("outputs: {" + ", ".join(f"{public}: {name}" for public, name in circuit.outputs) + "}")
@@ -59,6 +59,10 @@ def format_node(node: Node) -> str:
     return f"{', '.join(value.name for value in node.outputs)} = {node.op}({', '.join(arguments)})"
 
 
+def _weight(weight: Weight) -> str:
+    return f'{{type: "{weight.type}", storage: {weight.storage}}}' if weight.storage else f'"{weight.type}"'
+
+
 def _attribute(value: Attribute) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
@@ -78,7 +82,7 @@ def circuit_to_json(circuit: Circuit) -> dict[str, Any]:
         "inputs": [{"name": i.name, "type": _type_json(i.type), "source": i.source} for i in circuit.inputs],
         "states": [{key: value for key, value in vars(state).items() if value is not None} for state in circuit.states],
         "tables": [vars(table) for table in circuit.tables],
-        "weights": [{"name": w.name, "type": _type_json(w.type)} for w in circuit.weights],
+        "weights": [_weight_json(weight) for weight in circuit.weights],
         "nodes": [
             {
                 "op": node.op,
@@ -105,14 +109,14 @@ def circuit_to_json(circuit: Circuit) -> dict[str, Any]:
 
 
 def circuit_from_json(data: dict[str, Any]) -> Circuit:
-    """Inverse of `circuit_to_json`. Raises KeyError or TypeError on data that it did not write."""
+    """Inverse of `circuit_to_json`. Raises KeyError, TypeError or ValueError on data that it did not write."""
     return Circuit(
         name=data["name"],
         dtypes=tuple(data["dtypes"].items()),
         inputs=tuple(Input(i["name"], _tensor(i["type"]), i["source"]) for i in data["inputs"]),
         states=tuple(State(**state) for state in data["states"]),
         tables=tuple(Table(**table) for table in data["tables"]),
-        weights=tuple(Weight(w["name"], _tensor(w["type"])) for w in data["weights"]),
+        weights=tuple(_weight_from_json(weight) for weight in data["weights"]),
         nodes=tuple(
             Node(
                 node["op"],
@@ -130,6 +134,16 @@ def circuit_from_json(data: dict[str, Any]) -> Circuit:
         ),
         facts=tuple(data["facts"].items()),
     )
+
+
+def _weight_json(weight: Weight) -> dict[str, Any]:
+    data = {"name": weight.name, "type": _type_json(weight.type)}
+    return {**data, "storage": weight.storage.to_json()} if weight.storage else data
+
+
+def _weight_from_json(data: dict[str, Any]) -> Weight:
+    storage = Storage.from_json(data["storage"]) if "storage" in data else None
+    return Weight(data["name"], _tensor(data["type"]), storage)
 
 
 def _type_json(value_type: ValueType) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import field, fields
 from typing import Any, ClassVar, Protocol
 
@@ -15,7 +16,10 @@ class Environment(Protocol):
     plan: Plan
 
     def buffer(self, name: str) -> Any:
-        """The TIR buffer of a value, weight, table or state part (`kv.k`), by its name in the circuit and no other."""
+        """The TIR buffer of a value, weight, table or state part (`kv.k`), by its name in the circuit and no other.
+
+        A quantised weight's is of its stored values; `w.scales` and `w.whole` are beside it (`circuit.ir.Storage`).
+        """
         ...
 
     def scratch(self, name: str) -> Any:
@@ -46,6 +50,19 @@ class Kernel:
     @staticmethod
     def emit(env: Environment, group: Group, params: Any) -> None:
         raise NotImplementedError
+
+
+def refuse_packed(plan: Plan, group: Group, reads: Collection[str] = ()) -> str | None:
+    """Why a template that reads quantised weights of the formats `reads` alone cannot compute `group`, or None.
+
+    Every template asks: one that does not know of a weight's storage would take its bytes for numbers of another kind.
+    """
+    storage = plan.circuit.storage
+    foreign = [f"'{name}' in {storage[name]}" for name in group.inputs if name in storage and storage[name].format not in reads]
+    if not foreign:
+        return None
+    said = f"plain weights and {', '.join(reads)}" if reads else "plain weights"
+    return f"reads {said}, got {', '.join(foreign)}"
 
 
 def within(default: int, least: int, most: int) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..circuit.ir import Circuit, Entry, Input, Node, State, Table, Value, Weight
+from ..circuit.ir import Circuit, Entry, Input, Node, State, Storage, Table, Value, Weight
 from ..circuit.types import DTYPE_BITS, FLOAT_DTYPES, ROWS, StateType, TensorType, ValueType
 from ..errors import Fault, Location, ProgramError, did_you_mean
 from ..ops import TABLE, OpContext, TypeRuleError
@@ -251,8 +251,21 @@ class _Resolver:
                 continue
             if full in self.bindings.weight_dtypes:
                 parsed = TensorType(self.bindings.weight_dtypes[full], parsed.shape)
-            self.weights.append(Weight(full, parsed))
+            storage = self._storage(decl.storage, parsed, where, full) if decl.storage else None
+            self.weights.append(Weight(full, parsed, storage))
             scope[name] = everything[full] = Value(full, parsed)
+
+    def _storage(self, text: str, weight: TensorType, where: Location, subject: str) -> Storage | None:
+        try:
+            storage = Storage.parse(text)
+        except ValueError as problem:
+            expected = "fp8 or int8 with 'per tensor', 'per row' or a block as 128x128; nvfp4; mxfp4"
+            self._fault(str(problem), where, subject=subject, expected=expected)
+            return None
+        reason = storage.refuse(weight)
+        if reason:
+            self._fault(reason, where, subject=subject, got=str(weight))
+        return None if reason else storage
 
     def _check_names(self, places: Places) -> None:
         sections = ("inputs", "state", "tables", "weights")

@@ -35,9 +35,13 @@ class TableDecl(_Strict):
 
 
 class WeightDecl(_Strict):
-    """One tensor. `type` may depend on one switch: {switch: {value: type}}. `when` leaves it out otherwise."""
+    """One tensor. `type` may depend on one switch: {switch: {value: type}}. `when` leaves it out otherwise.
+
+    storage: how programs hold it, `circuit.ir.Storage` as text: said where a circuit of quantised weights is printed.
+    """
 
     type: str | dict[str, dict[SwitchValue, str]]
+    storage: str | None = None
     when: dict[str, SwitchValue] = Field(default_factory=dict)
 
 

@@ -12,7 +12,7 @@ import tvm_ffi
 from ..artifact.manifest import Function
 from ..ops import TORCH_DTYPES, PagedKV
 
-_DTYPES = {**TORCH_DTYPES, "u8": torch.uint8, "i8": torch.int8}
+_DTYPES = {**TORCH_DTYPES, "i8": torch.int8}
 
 
 def workspace_of(function: Function, device: torch.device) -> torch.Tensor:

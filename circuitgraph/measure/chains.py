@@ -20,10 +20,11 @@ from ..runtime.runner import DraftRunner
 from .cases import Case, Span, make_case
 from .gpu import ReadCeiling, take_turns
 from .gpu_plan import GpuPlan
-from .peers import PEER_PROGRAM, TorchMtpHead
+from .peers import peer_heads
 from .peers_gpu import graphed_peers
 from .report import Column, Section, microseconds, percent, ratio
-from .truth import check_chain, check_context, check_draft, reference
+from .routing import chosen_experts, sure_rows
+from .truth import check_chain, check_context, check_draft, judged, reference
 
 if TYPE_CHECKING:
     from .cuda import Observer
@@ -113,22 +114,27 @@ def _steps(
     token, hidden, position = (case.inputs[name] for name in ("token", "hidden", "position"))
     meant = reference(runner.circuit, "draft", case, runner.weights, case.copy_caches())
     made = runner.draft(token, hidden, position, case.copy_caches())._asdict()
-    checked = check_draft(f"draft {n}", runner.circuit.act, made, meant)
+    routed = any(node.op == "route" for node in runner.circuit.nodes)
+    draft = judged(runner.circuit, "draft")
+    sure = sure_rows(draft, case.inputs, runner.weights, case.copy_caches()) if routed else None
+    experts = chosen_experts(draft, case.inputs, runner.weights, case.copy_caches()) if routed else {}
+    checked = check_draft(f"draft {n}", runner.circuit.act, made, meant, sure)
     calls = {"step": recorded_chain(runner, 1, case), "chain": recorded_chain(runner, plan.steps, case)}
     if n > 1 and 1 in runner.widths:
         single = recorded_chain(runner, 1, device_case(runner.circuit, 1, plan.context, runner.device, runner.max_position))
         calls |= {"single": single, "singles": lambda: [single() for _ in range(n)]}
     peers: dict[str, Callable[[], object]] = {}
     equal = 0
-    if plan.with_peers(n) and runner.circuit.name == PEER_PROGRAM:
-        head = TorchMtpHead(runner.circuit, runner.weights, n, plan.context).eval()
-        head.take_cache(next(iter(case.caches.values())))
-        arguments = (token.long(), hidden, position.long())
-        equal = int((head(*arguments)[0] == meant["draft"]).sum())
-        peers = graphed_peers(head, arguments, plan.modes)
+    if plan.with_peers(n):
+        for name, head in peer_heads(runner.circuit, runner.weights, n, plan.context).items():
+            head.eval().take_cache(next(iter(case.caches.values())))
+            arguments = (token.long(), hidden, position.long())
+            equal = int((head(*arguments)[0] == meant["draft"]).sum())
+            replays = graphed_peers(head, arguments, plan.modes)
+            peers |= {f"{kind}{name}": replay for kind, replay in replays.items()}
     del meant
     times = ceiling.take_turns({**calls, **peers}, plan.rounds)
-    moved = step_bytes(runner.circuit, runner.weights, n, plan.context)
+    moved = step_bytes(runner.circuit, runner.weights, n, plan.context, experts)
     row = {
         "n": n,
         "step_us": times["step"],
@@ -207,21 +213,33 @@ def newest_graph(runner: CompiledRunner) -> Callable[[], object]:
     return replay
 
 
-def step_bytes(circuit: Circuit, weights: Mapping[str, torch.Tensor], n: int, context: int) -> int:
-    """What one step of n rows has to move: every weight once (of an embedding n rows), the cache rows, the new ones."""
+def step_bytes(
+    circuit: Circuit, weights: Mapping[str, torch.Tensor], n: int, context: int, experts: Mapping[str, int] | None = None
+) -> int:
+    """What one step of n rows has to move: every weight once (of an embedding n rows), the cache rows, the new ones.
+
+    experts: how many of a stack of experts have rows, by the weight's name; the others are not read.
+    """
     gathered = {node.inputs[1] for node in circuit.nodes if node.op == "embed"}
     projected = {name for node in circuit.nodes if node.op != "embed" for name in node.inputs}
     moved = 0
     counted = set()
     for weight in circuit.weights:
         tensor = weights[weight.name]
-        if weight.name in gathered and weight.name not in projected:
+        if weight.storage is not None:
+            moved += _part(circuit.stored_bytes(weight.name), tensor, (experts or {}).get(weight.name))
+        elif weight.name in gathered and weight.name not in projected:
             moved += n * tensor.shape[-1] * tensor.element_size()
         elif tensor.data_ptr() not in counted:
             counted.add(tensor.data_ptr())
-            moved += tensor.nbytes
+            moved += _part(tensor.nbytes, tensor, (experts or {}).get(weight.name))
     attends = any(node.op == "attention" for node in circuit.nodes)
     return moved + sum(state.bytes_per_row() for state in circuit.states) * n * (context + 1 if attends else 1)
+
+
+def _part(whole: int, stack: torch.Tensor, count: int | None) -> int:
+    """Bytes of so many of a stack's matrices; of all of a weight that is no stack of experts."""
+    return whole if count is None else whole // len(stack) * count
 
 
 def _draft_section(rows: Sequence[dict[str, Any]], plan: GpuPlan) -> Section:

@@ -67,12 +67,12 @@ class TorchMtpHead(_TorchHead):
         self.w = {
             name: get(name) for name in ("embed_tokens", "enorm", "hnorm", "fc", "fc_bias_vector", "norm_weight", "lm_head")
         }
-        layer = ("input_norm", "post_norm", "attn.o_proj", "attn.o_bias", "attn.q_norm", "attn.k_norm", "ffn.down_proj")
+        layer = ("input_norm", "post_norm", "attn.o_proj", "attn.o_bias", "attn.q_norm", "attn.k_norm")
         self.w.update({name: get(f"layer.{name}") for name in layer})
         self.w["qkv"] = torch.cat([weights[f"layer.attn.{n}_proj"].to(torch.bfloat16) for n in names])
         biases = [get(f"layer.attn.{n}_bias") for n in names]
         self.w["qkv_bias"] = torch.cat(biases) if biases[0] is not None else None  # type: ignore[arg-type]
-        self.w["gate_up"] = torch.cat([weights[f"layer.ffn.{n}_proj"].to(torch.bfloat16) for n in ("gate", "up")])
+        self._take_ffn(circuit, weights)
         if self.facts["norm"] == "zero_centred":
             for name in ("enorm", "hnorm", "norm_weight", "input_norm", "post_norm", "attn.q_norm", "attn.k_norm"):
                 if self.w[name] is not None:
@@ -88,12 +88,18 @@ class TorchMtpHead(_TorchHead):
         x = torch.cat((e, h) if facts["concat"] == "embed_first" else (h, e), dim=-1)
         x = F.linear(x, w["fc"], w["fc_bias_vector"])  # type: ignore[arg-type]
         x = x + self._attention(self._norm(x, "input_norm"), position if facts["rope_position"] == "token" else hidden_position)
-        gate, up = F.linear(self._norm(x, "post_norm"), w["gate_up"]).chunk(2, dim=-1)  # type: ignore[arg-type]
-        x = x + F.linear(F.silu(gate) * up, w["ffn.down_proj"])  # type: ignore[arg-type]
+        x = x + self._ffn(self._norm(x, "post_norm"))
         y = self._norm(x, "norm_weight")
         logits = F.linear(y, w["lm_head"]).float()  # type: ignore[arg-type]
         best = logits.max(dim=-1)
         return best.indices, best.values - logits.logsumexp(dim=-1), y if facts["recycle"] == "post_norm" else x
+
+    def _take_ffn(self, circuit: Circuit, weights: Mapping[str, torch.Tensor], name: str = "layer.ffn") -> None:
+        self.w["gate_up"] = torch.cat([weights[f"{name}.{n}_proj"].to(torch.bfloat16) for n in ("gate", "up")])
+        self.w["down"] = weights[f"{name}.down_proj"].to(torch.bfloat16)
+
+    def _ffn(self, x: torch.Tensor) -> torch.Tensor:
+        return _gated(F.linear(x, self.w["gate_up"]), self.w["down"])  # type: ignore[arg-type]
 
     def _attention(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         w, n = self.w, self.rows
@@ -111,6 +117,71 @@ class TorchMtpHead(_TorchHead):
         if gate is not None:
             a = a * torch.sigmoid(gate)
         return F.linear(a.reshape(n, -1), w["attn.o_proj"], w["attn.o_bias"])  # type: ignore[arg-type]
+
+
+def _gated(gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, down)
+
+
+class TorchMoeHead(TorchMtpHead):
+    """One draft step of an `mtp_moe` circuit. grouped: rows are sorted by expert for `_grouped_mm`, which reads an expert once;
+    otherwise every row takes its own experts' weights, which inductor does without a copy."""
+
+    def __init__(self, circuit: Circuit, weights: Mapping[str, torch.Tensor], rows: int, context: int, *, grouped: bool):
+        self.grouped = grouped
+        super().__init__(circuit, weights, rows, context)
+
+    def _take_ffn(self, circuit: Circuit, weights: Mapping[str, torch.Tensor], name: str = "layer.ffn") -> None:
+        super()._take_ffn(circuit, weights, f"{name}.shared")
+        (route,) = [node for node in circuit.nodes if node.op == "route"]
+        self.route = dict(route.attr)
+        parts = [weights[f"{name}.{part}"] for part in ("gate", "up") if f"{name}.{part}" in weights]
+        self.w["experts"] = torch.cat(parts, 1).to(torch.bfloat16)
+        self.w["experts_down"] = weights[f"{name}.down"].to(torch.bfloat16)
+        for part in ("router", "correction", "shared_gate_vector"):
+            self.w[part] = weights[f"{name}.{part}"].to(torch.bfloat16) if f"{name}.{part}" in weights else None
+
+    def _ffn(self, x: torch.Tensor) -> torch.Tensor:
+        ids, share = self._choose(x)
+        mixed = self._by_expert(x, ids, share) if self.grouped else self._by_row(x, ids, share)
+        beside = super()._ffn(x)
+        if self.w["shared_gate_vector"] is not None:
+            beside = beside * torch.sigmoid(F.linear(x, self.w["shared_gate_vector"]))
+        return mixed.to(x.dtype) + beside
+
+    def _choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        route = self.route
+        logits = F.linear(x, self.w["router"]).float()  # type: ignore[arg-type]
+        scores = logits.softmax(-1) if route["scoring"] == "softmax" else logits.sigmoid()
+        choice = scores if self.w["correction"] is None else scores + self.w["correction"]
+        if route["groups"] > 1:
+            grouped = choice.unflatten(1, (route["groups"], -1))
+            kept = grouped.topk(2, dim=-1).values.sum(-1).topk(route["kept"], dim=-1).indices
+            mask = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, kept, True)
+            choice = grouped.masked_fill(~mask[..., None], float("-inf")).flatten(1)
+        ids = choice.topk(route["top"], dim=-1).indices
+        share = scores.gather(1, ids)
+        if route["renormalise"]:
+            share = share / share.sum(-1, keepdim=True)
+        return ids, share * route["factor"]
+
+    def _by_row(self, x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        gate, up = torch.einsum("nh,nkih->nki", x, self.w["experts"][ids]).chunk(2, dim=-1)  # type: ignore[index]
+        made = torch.einsum("nki,nkhi->nkh", F.silu(gate) * up, self.w["experts_down"][ids])  # type: ignore[index]
+        return (made * share[..., None]).sum(1)
+
+    def _by_expert(self, x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        experts, down = self.w["experts"], self.w["experts_down"]
+        assert experts is not None
+        assert down is not None
+        order = ids.flatten().argsort(stable=True)
+        numbers = torch.arange(len(experts), device=x.device)
+        ends = torch.searchsorted(ids.flatten()[order], numbers, right=True).to(torch.int32)
+        row = order // ids.shape[1]
+        gate, up = torch._grouped_mm(x[row], experts.transpose(1, 2), ends).chunk(2, dim=-1)
+        made = torch._grouped_mm(F.silu(gate) * up, down.transpose(1, 2), ends)
+        return torch.zeros_like(x, dtype=torch.float32).index_add(0, row, made * share.flatten()[order, None])
 
 
 class TorchEagle3Head(_TorchHead):
@@ -152,6 +223,18 @@ class TorchEagle3Head(_TorchHead):
         logits = F.linear(y, w["lm_head"]).float()  # type: ignore[arg-type]
         best = logits.max(dim=-1)
         return best.indices, best.values - logits.logsumexp(dim=-1), y if facts["recycle"] == "post_norm" else x
+
+
+def peer_heads(circuit: Circuit, weights: Mapping[str, torch.Tensor], rows: int, context: int) -> dict[str, TorchMtpHead]:
+    """The same head in torch, by what its name ends in where there is more than one way; empty for programs without a peer."""
+    if circuit.name == PEER_PROGRAM:
+        return {"": TorchMtpHead(circuit, weights, rows, context)}
+    if circuit.name == "mtp_moe" and any(node.op == "attention" for node in circuit.nodes):
+        return {
+            name: TorchMoeHead(circuit, weights, rows, context, grouped=grouped)
+            for name, grouped in ((" by row", False), (" grouped", True))
+        }
+    return {}
 
 
 def contiguous_rows(cache: PagedKV, context: int) -> tuple[torch.Tensor, torch.Tensor]:

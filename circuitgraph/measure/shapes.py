@@ -9,6 +9,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ HERE = Path(__file__).parent
 @dataclass(frozen=True)
 class Shape:
     """What to compile. `config` is over the example of `family`, in the section that has `hidden_size`. `act` is the type
-    of activations, weights and cache alike."""
+    of activations, weights and cache alike; `storage`: of quantised weights, see `state_storage`."""
 
     name: str
     program: str
@@ -35,6 +36,7 @@ class Shape:
     entries: Sequence[str] | None = None
     act: str = "bf16"
     switches: Mapping[str, Any] = field(default_factory=dict)
+    storage: Mapping[str, str] = field(default_factory=dict)
 
     def pieces(self, circuit: Circuit, widths: Sequence[int] | None = None) -> list[tuple[str, int]]:
         """(entry, rows) of every program."""
@@ -70,8 +72,34 @@ SHAPES = {
     for shape in (
         _dense("dense8b", 4096, 32, 8, 12288, 128, 151936),
         _dense("dense2b", 2048, 16, 4, 6144, 128, 151936),
+        # The head is 72 % of the bytes of a step.
+        *(
+            _dense(f"dense8b-head-{name}", 4096, 32, 8, 12288, 128, 151936, storage={"lm_head": storage})
+            for name, storage in (("fp8", "fp8 per row"), ("int8", "int8 per row"), ("nvfp4", "nvfp4"))
+        ),
+        *(
+            _dense(f"dense8b-{name}", 4096, 32, 8, 12288, 128, 151936, storage={"*": storage})
+            for name, storage in (("fp8", "fp8 128x128"), ("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"))
+        ),
         # Small enough to compile and run anywhere: for trying the command.
         _dense("tiny", 128, 4, 2, 256, 32, 512, widths=(1, 2), context_rows=(16,)),
+        # The MTP layers of Qwen3-Next-80B-A3B and of GLM-4.5-Air: 3.2 and 4.4 GB of experts, of which a few are read.
+        Shape(
+            "qwen3-next-80b",
+            "mtp_moe",
+            "qwen3_next_mtp",
+            {"num_experts": 512, "vocab_size": 151936},
+            widths=(1, 2, 4, 8),
+            entries=("draft", "context"),
+        ),
+        Shape(
+            "glm-4.5-air",
+            "mtp_moe",
+            "glm4_moe_mtp",
+            {"n_routed_experts": 128, "vocab_size": 151552},
+            widths=(1, 2, 4, 8),
+            entries=("draft", "context"),
+        ),
         # EAGLE-3 of Llama-3.1-8B.
         Shape(
             "eagle3-8b",
@@ -112,6 +140,29 @@ def find_shape(name: str) -> Shape:
     return SHAPES[name]
 
 
+def state_storage(program: str | Path, storage: Mapping[str, str], file: Path, **options: Any) -> str | Path:
+    """A program with quantised weights, written to `file`; without any, the program itself.
+
+    Args:
+        storage: what programs say of it (`Storage.parse`), by patterns of names (`fnmatch`), of which the first that fits a
+            matrix of a product or of experts counts; empty: as it is.
+        options: of `bind`.
+    """
+    from ..checkpoint import bind
+    from ..circuit.ir import Storage
+    from ..circuit.text import format_circuit
+
+    if not storage:
+        return program
+    circuit = bind(program, **options).circuit
+    first = {"linear": slice(1, 2), "experts": slice(3, None)}
+    names = dict.fromkeys(name for node in circuit.nodes if node.op in first for name in node.inputs[first[node.op]])
+    found = {name: next((text for pattern, text in storage.items() if fnmatch(name, pattern)), "") for name in names}
+    stated = circuit.with_storage({name: Storage.parse(text) for name, text in found.items() if text})
+    file.write_text(format_circuit(stated))
+    return file
+
+
 def compile_shape(
     shape: Shape,
     out: Path,
@@ -127,21 +178,18 @@ def compile_shape(
     out.parent.mkdir(parents=True, exist_ok=True)
     config = out.parent / f"{shape.name}.config.json"
     config.write_text(json.dumps(shape.full_config()))
+    options: dict[str, Any] = {"model": config, "family": shape.family, "switches": dict(shape.switches)}
+    options |= {"act": shape.act, "wt": shape.act, "kv": shape.act}
     compile(
-        shape.program,
-        model=config,
+        state_storage(shape.program, shape.storage, out.parent / f"{shape.name}.program.yaml", **options),
         out=out,
         target=target,
-        family=shape.family,
-        switches=shape.switches,
         widths=widths or shape.widths,
         context_rows=shape.context_rows,
         entries=shape.entries,
         overwrite=overwrite,
         observer=observer,
-        act=shape.act,
-        wt=shape.act,
-        kv=shape.act,
+        **options,
     )
     return out
 

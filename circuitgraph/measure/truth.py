@@ -42,15 +42,29 @@ def reference(
         return interpret(judged(circuit, entry), inputs=case.inputs, weights=weights, states=caches, entry=entry)
 
 
-def check_draft(subject: str, act: str, made: Mapping[str, torch.Tensor], meant: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def check_draft(
+    subject: str,
+    act: str,
+    made: Mapping[str, torch.Tensor],
+    meant: Mapping[str, torch.Tensor],
+    sure: torch.Tensor | None = None,
+) -> dict[str, float]:
     """{equal_drafts, error} of a step against the reference.
 
     A draft may be another token than the reference's where the logits of both are within rounding, if there are any.
+
+    Args:
+        sure: bool[n], the rows to compare; all when left out. See `routing.sure_rows`.
 
     Raises:
         CircuitgraphError: the hidden is off, or a draft is not among the best tokens.
     """
     limit = LIMITS[act]
+    equal = int((made["draft"] == meant["draft"]).sum())
+    if sure is not None:
+        made, meant = ({name: value[sure] for name, value in values.items()} for values in (made, meant))
+        if not len(made["draft"]):
+            return {"equal_drafts": equal, "error": float("nan")}
     error = relative_error(made["next_hidden"], meant["next_hidden"])
     logits = meant["logits"].float() if "logits" in meant else None
     draft = made["draft"].long()
@@ -65,7 +79,7 @@ def check_draft(subject: str, act: str, made: Mapping[str, torch.Tensor], meant:
         expected = f"error below {limit:g}, drafts {meant['draft'].tolist()}"
         hint = "Nothing was timed: a program that is wrong may be fast."
         raise CircuitgraphError(Fault("differs from the reference", where=subject, expected=expected, got=got, hint=hint))
-    return {"equal_drafts": int((made["draft"] == meant["draft"]).sum()), "error": error}
+    return {"equal_drafts": equal, "error": error}
 
 
 def check_context(

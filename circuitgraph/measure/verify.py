@@ -27,6 +27,8 @@ OPEN_BLOCK_SIZES = (16, 5)
 """Block sizes to try where the program leaves them open; an odd one shows arithmetic that assumes a power of two."""
 
 CONTROL_WEIGHTS = 5
+PERTURBED_BYTES = 0.1
+"""Share of a quantised weight's bytes that the control changes."""
 PERTURBATION = 0.25
 """Noise on a wrong weight, in units of its root mean square or of SMALLEST_RMS."""
 SMALLEST_RMS = 0.1
@@ -161,7 +163,7 @@ class _Subject:
         for name in dict.fromkeys([*names[::step][: CONTROL_WEIGHTS - 1], *names[-1:], *names]):
             if counted == CONTROL_WEIGHTS:
                 return
-            wrong = {**self.weights, name: self._perturbed(self.weights[name])}
+            wrong = {**self.weights, name: self._perturbed(name)}
             moved, caches = self._reference(function, case, wrong)
             outputs = {public: moved[public] for public in self.manifest.circuit.entry(function.entry).outputs}
             _, effect = self._worst(case, (outputs, caches), wanted)
@@ -171,7 +173,15 @@ class _Subject:
             check, comparison = self._worst(case, self._call(function, case, wrong), wanted)
             yield Control(name, check, comparison.error, comparison.tolerance)
 
-    def _perturbed(self, right: torch.Tensor) -> torch.Tensor:
+    def _perturbed(self, name: str) -> torch.Tensor:
+        right = self.weights[name]
+        if right.dtype == torch.uint8:  # of a quantised weight: another sign here and there, or another power of two
+            some = torch.rand(right.shape, generator=self.generator) < PERTURBED_BYTES
+            storage = self.manifest.circuit.storage[name.removesuffix(".scales")]
+            powers = storage.format == "mxfp4" and name.endswith(".scales")
+            return torch.where(some, right - 1 if powers else right ^ 128, right)
+        if not right.dtype.is_floating_point:  # ids: each the next one's, so that none leaves its range
+            return right.roll(1)
         values = right.float()
         scale = max(float(values.square().mean().sqrt()), SMALLEST_RMS)
         return (values + PERTURBATION * scale * torch.randn(values.shape, generator=self.generator)).to(right.dtype)

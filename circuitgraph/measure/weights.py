@@ -11,6 +11,7 @@ import torch
 
 from ..artifact.manifest import Manifest
 from ..artifact.store import Artifact
+from ..checkpoint.random_weights import random_packed
 from ..errors import CheckpointError, Fault
 from ..ops import TORCH_DTYPES
 from ..runtime import bind_weights
@@ -111,6 +112,14 @@ def random_weights(manifest: Manifest, device: torch.device | str, *, every: boo
     weights = {}
     for name, spec in manifest.weights.items():
         if not every and spec.source != "random":
+            continue
+        if spec.storage is not None:
+            weight = spec.weight(name)
+            tensors = random_packed(weight, generator)
+            weights.update((value.name, tensor) for value, tensor in zip(weight.tensors(), tensors, strict=True))
+            continue
+        if not TORCH_DTYPES[spec.dtype].is_floating_point:
+            weights[name] = torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
             continue
         if spec.tensor not in made:
             values = torch.randn(spec.shape, generator=generator, device=device, dtype=TORCH_DTYPES[spec.dtype])

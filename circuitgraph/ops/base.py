@@ -19,6 +19,7 @@ TORCH_DTYPES = {
     "f16": torch.float16,
     "i32": torch.int32,
     "i64": torch.int64,
+    "u8": torch.uint8,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 

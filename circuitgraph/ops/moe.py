@@ -67,20 +67,40 @@ class Route(Op):
 
     @staticmethod
     def reference(args, attrs, ctx):
-        logits = args[0].float() @ args[1].float().T
-        scores = logits.softmax(-1) if attrs["scoring"] == "softmax" else logits.sigmoid()
-        choice = scores + args[2].float() if len(args) == 3 else scores
-        if attrs["groups"] > 1:
-            grouped = choice.unflatten(1, (attrs["groups"], -1))
-            best = grouped.topk(2, dim=-1).values.sum(-1)
-            kept = best.sort(dim=-1, descending=True, stable=True).indices[:, : attrs["kept"]]
-            dropped = torch.ones_like(best, dtype=torch.bool).scatter(1, kept, False)
-            choice = grouped.masked_fill(dropped[:, :, None], float("-inf")).flatten(1)
+        _, scores, choice, _ = Route.choice(args, attrs)
         ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : attrs["top"]]
         share = scores.gather(1, ids)
         if attrs["renormalise"]:
             share = share / (share.sum(-1, keepdim=True) + SMALLEST_SUM)
         return (ids.to(torch.int32), share * attrs["factor"])
+
+    @staticmethod
+    def choice(args, attrs):
+        """(logits, scores, what experts are chosen by, what groups are chosen by or None), in fp32."""
+        logits = args[0].float() @ args[1].float().T
+        scores = logits.softmax(-1) if attrs["scoring"] == "softmax" else logits.sigmoid()
+        choice = scores + args[2].float() if len(args) == 3 else scores
+        if attrs["groups"] == 1:
+            return logits, scores, choice, None
+        grouped = choice.unflatten(1, (attrs["groups"], -1))
+        best = grouped.topk(2, dim=-1).values.sum(-1)
+        kept = best.sort(dim=-1, descending=True, stable=True).indices[:, : attrs["kept"]]
+        dropped = torch.ones_like(best, dtype=torch.bool).scatter(1, kept, False)
+        return logits, scores, grouped.masked_fill(dropped[:, :, None], float("-inf")).flatten(1), best
+
+    @staticmethod
+    def margin(args, attrs):
+        """f32[n]: how far off another choice of experts is for each row. At least one of its logits has to change by so many
+        of their standard deviations."""
+        logits, scores, choice, best = Route.choice(args, attrs)
+        # What a score changes by at most where its logit changes by one; two scores may change, in a group four.
+        slope = scores.amax(-1) if attrs["scoring"] == "softmax" else torch.full_like(scores[:, 0], 0.25)
+        nearest = _gap(choice, attrs["top"]) / (2 * slope)
+        if attrs["scoring"] == "softmax" and len(args) == 2 and best is None:
+            nearest = _gap(logits, attrs["top"]) / 2
+        if best is not None:
+            nearest = torch.minimum(nearest, _gap(best, attrs["kept"]) / (4 * slope))
+        return nearest / logits.std(-1)
 
     @staticmethod
     def cost(ins, outs, attrs, context):
@@ -98,6 +118,14 @@ class Route(Op):
             Sample((x, router, TensorType("f32", (12,))), grouped),
             Sample((x, router, TensorType("f32", (12,))), bare),
         ]
+
+
+def _gap(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Between the `count`th largest of each row and the one after it; infinite where there is none."""
+    ordered = values.sort(dim=-1, descending=True).values
+    if count == values.shape[1]:
+        return torch.full_like(ordered[:, 0], float("inf"))
+    return ordered[:, count - 1] - ordered[:, count]
 
 
 @register

@@ -19,9 +19,13 @@ from .ir import Group, Plan
 class Pattern:
     """`anchor` is the op that the kernel is made for.
 
-    With `siblings`, all anchors that read one input join: the input is read once. `prologue` ops are taken backwards
-    from the anchor's first input, `epilogue` ops forwards from its output while it has one reader; without all of
-    `needs` among the epilogue the pattern does not match, and only anchors that feed it join.
+    With `siblings`, all anchors that read one input join: the input is read once. Weights must be stored alike then, since a
+    kernel reads one format. `prologue` ops are taken backwards from the anchor's first input, `epilogue` ops forwards from
+    its output while it has one reader; without all of `needs` among the epilogue the pattern does not match, and only anchors
+    that feed it join.
+
+    With `between`, everything on the way from the anchor's first input to the end of its epilogue joins as further anchors;
+    the pattern does not match if there is nothing, or another op. `kind`: of the targets that the pattern is for, if not all.
     """
 
     name: str
@@ -30,12 +34,23 @@ class Pattern:
     prologue: tuple[str, ...] = ()
     epilogue: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    between: tuple[str, ...] = ()
+    kind: str = ""
 
 
 NORMS = ("rms_norm",)
 JOIN = ("embed", "zero_at", "rms_norm", "cat")
 
 PATTERNS = (
+    # An FFN of experts: the router, the experts, the shared one and their sum, with the norm before and the residual after.
+    Pattern(
+        "mixture",
+        "experts",
+        prologue=NORMS,
+        epilogue=("add",),
+        between=("route", "linear", "silu", "mul", "sigmoid", "scale_rows"),
+        kind="cuda",
+    ),
     # lm_head, top-1 and log-probability: the logits never reach memory.
     Pattern("head", "linear", prologue=NORMS, epilogue=("top1",), needs=("top1",)),
     Pattern("head", "linear", prologue=NORMS, epilogue=("masked_top1",), needs=("masked_top1",)),
@@ -65,6 +80,8 @@ def fuse(circuit: Circuit, entry: str, rows: int, target: str) -> Plan:
     groups: list[Group] = []
     taken: set[str] = set()
     for pattern in PATTERNS:
+        if pattern.kind not in ("", target.partition(":")[0]):
+            continue
         for anchor in circuit.nodes:
             if anchor.op == pattern.anchor and anchor.name not in taken:
                 group = _match(circuit, pattern, anchor, taken)
@@ -84,11 +101,18 @@ def _match(circuit: Circuit, pattern: Pattern, anchor: Node, taken: set[str]) ->
     if pattern.siblings:
         readers = circuit.consumers(anchor.inputs[0])
         anchors = [node for node in readers if node.op == pattern.anchor and node.inputs[0] == anchor.inputs[0]]
-        anchors = [node for node in anchors if node.name not in taken]
+        stored = circuit.storage.get(anchor.inputs[1])
+        anchors = [node for node in anchors if node.name not in taken and circuit.storage.get(node.inputs[1]) == stored]
     members = {node.name for node in anchors}
     epilogue = _absorb_readers(circuit, pattern, anchors, members, taken)
     if any(need not in {node.op for node in epilogue} for need in pattern.needs):
         return None
+    if pattern.between:
+        inside = _between(circuit, anchor, members)
+        if not inside or any(node.op not in pattern.between or node.name in taken for node in inside):
+            return None
+        anchors += inside
+        members |= {node.name for node in inside}
     if pattern.needs:
         fed = {name for node in epilogue for name in node.inputs}
         anchors = [node for node in anchors if any(value.name in fed for value in node.outputs)]
@@ -118,6 +142,14 @@ def _absorb_readers(circuit: Circuit, pattern: Pattern, anchors: list[Node], mem
                 ends += [value.name for value in reader.outputs]
                 grown = True
     return epilogue
+
+
+def _between(circuit: Circuit, anchor: Node, members: set[str]) -> list[Node]:
+    """The nodes that depend on the anchor's first input and that `members` depend on."""
+    graph, readers = circuit.graph(), [node.name for node in circuit.consumers(anchor.inputs[0])]
+    after = set(readers).union(*(networkx.descendants(graph, name) for name in readers))
+    before = set().union(*(networkx.ancestors(graph, name) for name in members))
+    return [node for node in circuit.nodes if node.name in (after & before) - members]
 
 
 def _makes_factor(circuit: Circuit, reader: Node, members: set[str]) -> bool:

@@ -128,7 +128,9 @@ class Plan:
         for node in group.nodes:
             ins = [self.circuit.types[other] for other in node.inputs]
             read += [TABLE[node.op].reads(at, ins, node.attr) for at, other in enumerate(node.inputs) if other == name]
-        return max(value_type.bytes() if some is None else some for some in read)
+        whole = value_type.bytes()
+        moved = max(whole if some is None else some for some in read)
+        return moved * self.circuit.stored_bytes(name) // whole if name in self.circuit.storage else moved
 
 
 def _bytes(value_type: TensorType | StateType) -> int:

@@ -255,18 +255,18 @@ REFUSED = {
     ),
     "e5m2": (
         {W: ones(6, 8).to(torch.float8_e5m2), f"{W}_scale": ones(())},
-        f"{W}: the weight cannot be read from this dtype; expected f32 or bf16 or f16 or F8_E4M3 or U8; got F8_E5M2. "
-        "Convert the weight to bf16, or to FP8 (e4m3), NVFP4 or MXFP4.",
+        f"{W}: the weight cannot be read from this dtype; expected f32 or bf16 or f16 or F8_E4M3 or I8 or U8; got F8_E5M2. "
+        "Convert the weight to bf16, or to FP8 (e4m3), INT8, NVFP4 or MXFP4.",
     ),
-    "int8": (
-        {W: torch.ones(6, 8, dtype=torch.int8), f"{W}_scale": ones(6, 1)},
-        f"{W}: the weight cannot be read from this dtype; expected f32 or bf16 or f16 or F8_E4M3 or U8; got I8. "
-        "Convert the weight to bf16, or to FP8 (e4m3), NVFP4 or MXFP4.",
+    "int8 in groups of columns": (
+        {W: torch.ones(6, 8, dtype=torch.int8), f"{W}_scale": ones(6, 2)},
+        f"{W}_scale: does not fit as scales of int8 block 128x128; expected f32 or bf16 or f16 [1, 1]; got f32[6, 2]. "
+        "Values and scales are of different exports, or of a format that is not known here.",
     ),
     "int4 of compressed-tensors": (
         {f"{W}_packed": torch.ones(6, 8, dtype=torch.int32), f"{W}_scale": ones(6, 1)},
-        f"{W}_packed: the weight cannot be read from this dtype; expected f32 or bf16 or f16 or F8_E4M3 or U8; got i32. "
-        "Convert the weight to bf16, or to FP8 (e4m3), NVFP4 or MXFP4.",
+        f"{W}_packed: the weight cannot be read from this dtype; expected f32 or bf16 or f16 or F8_E4M3 or I8 or U8; got i32. "
+        "Convert the weight to bf16, or to FP8 (e4m3), INT8, NVFP4 or MXFP4.",
     ),
     "nvfp4 without a global scale": (
         {W: torch.zeros(6, 8, dtype=U8), f"{W}_scale": ones(6, 1).to(FP8)},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -50,6 +51,22 @@ def test_compiles(arch, tmp_path):
     found = resources(report)
     assert {"draft_2_kernel", "context_33_kernel", "circuitgraph_chain_end_kernel"} <= found.keys()
     assert all(registers <= 255 for registers, _ in found.values())
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_quantised_weights_compile(arch, tmp_path):
+    """Every format's way to pairs, streamed and in tiles; sm_80 has no product of two bf16, and nowhere is fp8 converted."""
+    case = next(case for case in CASES if case.name == "products_bf16")
+    plans = plans_of(replace(case, widths=(1, 33)), Target("cuda", arch))
+    assert {choice.kernel for plan in plans for choice in plan.choices} == {"cuda.linear_stream", "cuda.linear_tiles"}
+    backend = make_backend(Target("cuda", arch))
+    (source,) = backend.sources(backend.lower(plans))
+    (tmp_path / "kernels.cu").write_text(source)
+    report = Nvcc(architecture(arch)).compile(tmp_path / "kernels.cu", tmp_path / "kernels.cubin")
+    found = resources(report)
+    assert {"products_1_kernel", "products_33_kernel"} <= found.keys()
+    assert all(spilled <= 64 for _, spilled in found.values())
 
 
 def test_targets_are_parsed():

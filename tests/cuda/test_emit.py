@@ -102,7 +102,17 @@ REPRESENTATIVE = {
     "narrow_bf16": ("draft_3",),
     "wide_bf16": ("draft_1", "draft_16", "context_16"),
     "mixed_f32_bf16": ("draft_2",),
+    "fp8_bf16": ("draft_1", "draft_17", "draft_64", "draft_masked_3"),
+    "nvfp4_bf16": ("draft_8", "draft_33"),
+    "mixed_storage": ("draft_4",),
+    "odd_storage": ("draft_2",),
+    "products_bf16": ("products_16",),
     "fixture_qwen3_5_mtp": ("draft_3",),
+    "mixture_bf16": ("apply_1", "apply_16", "apply_33"),
+    "mixture_fp8": ("apply_8",),
+    "mixture_wide": ("apply_64",),
+    "moe_bf16": ("draft_3",),
+    "fixture_glm4_moe_mtp": ("draft_3",),
 }
 """Programs of tests.gpu.pack.CASES that reach every template, and what templates do beside their rule."""
 
@@ -132,7 +142,8 @@ def early_uses(constants: set[str], given: set[str], body: str) -> list[str]:
 
 
 def constants_of(plan) -> set[str]:
-    return {weight.name.replace(".", "_") for weight in plan.circuit.weights} | {"rope_cos", "rope_sin"}
+    tensors = [value for weight in plan.circuit.weights for value in weight.tensors()]
+    return {value.name.replace(".", "_") for value in tensors} | {"rope_cos", "rope_sin"}
 
 
 def test_nothing_but_constants_and_addressing_is_touched_before_the_wait(monkeypatch):

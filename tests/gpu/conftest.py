@@ -38,7 +38,8 @@ def artifacts_of(config) -> dict[Path, expected.Functions]:
 
 
 def pytest_generate_tests(metafunc):
-    """`artifact`, `golden`, `small`: folders of artifacts. `program`: (folder, entry, rows). `entry`: (folder, entry)."""
+    """`artifact`, `golden`, `small`: folders of artifacts. `program`, `product`, `mixture`: (folder, entry, rows);
+    `entry`: (folder, entry)."""
     for fixture in expected.FIXTURES:
         if fixture in metafunc.fixturenames:
             values = [

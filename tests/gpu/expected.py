@@ -15,6 +15,9 @@ Functions = Mapping[str, tuple[str, int]]
 SMALL = ("odd_bf16", "narrow_bf16")
 """Artifacts that NVIDIA's sanitizer gets to see: it takes a hundred times as long."""
 
+ALONE = {"product": "products_", "mixture": "mixture_"}
+"""What the names of artifacts begin with that are no drafters, but some products, or the FFN of a mixture of experts."""
+
 LIFECYCLE = "lifecycle_f32"
 
 BENCHED = ("dense8b",)
@@ -30,8 +33,12 @@ MAY_SKIP = {
 
 def units(fixture: str, name: str, functions: Functions) -> list[tuple[str, tuple[Any, ...]]]:
     """(id, values after the artifact's folder) of what `fixture` stands for with one artifact: `artifact` itself, only a
-    `golden` or `small` one, every `program`, or every way to `call` it."""
-    if fixture == "program":
+    `golden` or `small` one, every `program`, or every way to `call` it; of those that are no drafters, every `product` or
+    `mixture`."""
+    alone = next((kind for kind, start in ALONE.items() if name.startswith(start)), None)
+    if alone != (fixture if fixture in ALONE else None):
+        return []
+    if fixture in ("program", *ALONE):
         return [(f"{name}-{symbol}", pair) for symbol, pair in functions.items()]
     if fixture == "entry":
         return [(f"{name}-{entry}", (entry,)) for entry in (*dict.fromkeys(entry for entry, _ in functions.values()), "chain")]
@@ -39,7 +46,7 @@ def units(fixture: str, name: str, functions: Functions) -> list[tuple[str, tupl
     return [(name, ())] if wanted[fixture] else []
 
 
-FIXTURES = ("artifact", "golden", "small", "program", "entry")
+FIXTURES = ("artifact", "golden", "small", "program", "entry", *ALONE)
 
 
 def tests_of(name: str, functions: Functions) -> Iterator[str]:

@@ -26,11 +26,11 @@ from typing import Any
 import tvm
 
 import circuitgraph
-from circuitgraph.checkpoint import bind
+from circuitgraph.checkpoint import bind, default_config
 from circuitgraph.circuit.text import format_circuit
 from circuitgraph.kernels.cuda.backend import make_backend
 from circuitgraph.kernels.cuda.build import HOST
-from circuitgraph.measure.shapes import SHAPES
+from circuitgraph.measure.shapes import SHAPES, state_storage
 from circuitgraph.pipeline import Run, compile, plan_piece, work_list
 from circuitgraph.plan.ir import Plan
 from circuitgraph.plan.schedule import load_schedule
@@ -53,9 +53,11 @@ SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One artifact: the fixture `model`'s config at other sizes, with random weights, in some dtypes and numbers of rows.
+    """One artifact: the fixture `model`'s config at other sizes, with random weights, in some dtypes and numbers of rows; or
+    the program `PRODUCTS` or `MIXTURE`.
 
-    sizes: over `SIZES`; None takes the fixture as it is, whose weights are its own.
+    sizes: over `SIZES`; None takes the fixture as it is, whose weights are its own. storage: of quantised weights, see
+    `measure.shapes.state_storage`.
     """
 
     name: str
@@ -68,11 +70,46 @@ class Case:
     widths: Sequence[int] = (1, 4)
     context_rows: Sequence[int] = (4,)
     entries: Sequence[str] = ("draft", "logits", "context")
+    storage: Mapping[str, str] = field(default_factory=dict)
+    program: str = "mtp_dense"
 
 
 ODD = {"hidden_size": 120, "head_dim": 24, "intermediate_size": 88, "vocab_size": 331}
+WIDE = {"hidden_size": 4096, "num_attention_heads": 4, "intermediate_size": 12288, "vocab_size": 1003}
+WHOLE = {"intermediate_size": 2048}
+"""Columns that quantised weights have a whole number of steps of."""
+EIGHT_BITS = {
+    "fc": "fp8 per tensor",
+    "*.[qkv]_proj": "fp8 per row",
+    "*.down_proj": "int8 per tensor",
+    "lm_head": "fp8 per row",
+    "*": "fp8 128x128",
+}
+SIBLINGS = {
+    "*.q_proj": "fp8 128x128",
+    "*.k_proj": "int8 per row",
+    "*.v_proj": "",
+    "*.gate_proj": "nvfp4",
+    "*.up_proj": "mxfp4",
+    "*.down_proj": "int8 64x32",
+    "fc": "mxfp4",
+    "*.o_proj": "nvfp4",
+    "*": "fp8 per row",
+}
+PRODUCTS, MIXTURE = (str(Path(__file__).parent / f"{name}.yaml") for name in ("products", "mixture"))
+SIGMOID = {"scoring": "sigmoid", "correction_bias": True}
+EXPERTS = {
+    "num_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 128,
+}
 STEP = ("draft", "context")
 MASKED = (*STEP, "draft_masked")
+BYTES = {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 128}
+CODED = {"*vector": "", "ffn.*": "fp8 128x128"}
+MIXED = (1, 2, 3, 4, 8, 16, 33, 64)
+FEW = (1, 2, 4, 8, 16, 32)
 ALL = (1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 64)
 """Around the sizes of fragments, of schedule rules and of tiles."""
 
@@ -99,7 +136,7 @@ CASES = (
     # Columns in parts over blocks, and a vocabulary cut inside a tile.
     Case(
         "wide_bf16",
-        sizes={"hidden_size": 4096, "num_attention_heads": 4, "intermediate_size": 12288, "vocab_size": 1003},
+        sizes=WIDE,
         widths=(1, 8, 16),
         context_rows=(16,),
         entries=STEP,
@@ -108,10 +145,79 @@ CASES = (
     Case("lifecycle_f32", sizes=ODD, act="f32", wt="f32", kv="f32", widths=(1, 2, 3), context_rows=(4, 16), entries=MASKED),
     # Weights that are not of the activations' dtype.
     Case("mixed_f32_bf16", act="f32", kv="f32", widths=(1, 2), entries=STEP),
+    # Quantised weights: streamed in both dtypes with every kind of scales, all lines a step apart from the block's; siblings
+    # of different storage; and on plain kernels, with blocks and bytes that are cut.
+    Case("fp8_bf16", sizes=WHOLE, storage=EIGHT_BITS, widths=ALL, context_rows=(64,), entries=MASKED),
+    Case("fp8_f16", sizes=WHOLE, storage=EIGHT_BITS, act="f16", wt="f16", kv="f16", widths=FEW, entries=STEP),
+    Case("int8_bf16", sizes=WHOLE, storage={"*": "int8 per row"}, widths=FEW, entries=STEP),
+    Case("int8_f16", sizes=WHOLE, storage={"*": "int8 128x128"}, act="f16", wt="f16", kv="f16", widths=FEW, entries=STEP),
+    Case("nvfp4_bf16", sizes=WHOLE, storage={"*": "nvfp4"}, widths=ALL, context_rows=(64,), entries=MASKED),
+    Case("nvfp4_f16", sizes=WHOLE, storage={"*": "nvfp4"}, act="f16", wt="f16", kv="f16", widths=FEW, entries=STEP),
+    Case("mxfp4_bf16", sizes=WHOLE, storage={"*": "mxfp4"}, widths=FEW, entries=STEP),
+    Case("mixed_storage", sizes=WHOLE, storage=SIBLINGS, widths=FEW, entries=STEP),
+    Case("odd_storage", sizes=ODD, storage=SIBLINGS, widths=FEW, context_rows=(5,), entries=STEP),
+    Case(
+        "odd_storage_f32", sizes=ODD, storage=SIBLINGS, act="f32", wt="f32", kv="f32", widths=FEW, context_rows=(5,), entries=STEP
+    ),
+    Case("wide_fp8", sizes=WIDE, storage={"*": "fp8 128x128"}, widths=(1, 8, 16), context_rows=(16,), entries=STEP),
+    Case("wide_nvfp4", sizes=WIDE, storage={"*": "nvfp4"}, widths=(1, 8, 16), context_rows=(16,), entries=STEP),
+    *(
+        Case(f"products_{act}", program=PRODUCTS, act=act, wt=act, kv=act, widths=(1, 8, 16, 33), entries=("products",))
+        for act in ("bf16", "f16", "f32")
+    ),
+    # Experts alone: streamed with x in registers, and gathered by expert; routes of every kind; and node by node.
+    Case("mixture_bf16", program=MIXTURE, switches={"shared_gate": True}, widths=MIXED, entries=("apply",)),
+    Case(
+        "mixture_f16",
+        program=MIXTURE,
+        switches={"experts": "fused", "norm": "zero_centred", **SIGMOID},
+        act="f16",
+        wt="f16",
+        widths=(1, 4, 33),
+        entries=("apply",),
+    ),
+    Case(
+        "mixture_groups",
+        program=MIXTURE,
+        sizes={"num_experts": 64, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+        switches=SIGMOID,
+        widths=(1, 8, 64),
+        entries=("apply",),
+    ),
+    Case("mixture_wide", program=MIXTURE, sizes={"hidden_size": 4096}, widths=(8, 16, 64), entries=("apply",)),
+    Case("mixture_fp8", program=MIXTURE, sizes=BYTES, storage=CODED, widths=(1, 4, 8, 16, 33), entries=("apply",)),
+    Case(
+        "mixture_int8",
+        program=MIXTURE,
+        sizes=BYTES,
+        storage={"*vector": "", "ffn.*": "int8 per row"},
+        act="f16",
+        wt="f16",
+        widths=(1, 8, 16),
+        entries=("apply",),
+    ),
+    Case(
+        "mixture_f32",
+        program=MIXTURE,
+        sizes={"num_experts": 48, "n_group": 6, "topk_group": 3, "hidden_size": 120},
+        switches=SIGMOID,
+        act="f32",
+        wt="f32",
+        widths=(1, 3, 64),
+        entries=("apply",),
+    ),
+    # ... and in their drafters.
+    Case("moe_bf16", "qwen3_next_mtp", EXPERTS, widths=(1, 3, 8, 33), entries=MASKED, program="mtp_moe"),
     # Against values that other people's code computed; widths 1 and 3 are what the cases call.
     *(
-        Case(f"fixture_{name}", name, None, switches, "f32", None, "f32", (1, 3), (16,))
-        for name, switches in (("qwen3_dense_mtp", {}), ("qwen3_5_mtp", {}), ("mimo_mtp", {"mask_first": False}))
+        Case(f"fixture_{name}", name, None, switches, "f32", None, "f32", (1, 3), (16,), program=program)
+        for name, program, switches in (
+            ("qwen3_dense_mtp", "mtp_dense", {}),
+            ("qwen3_5_mtp", "mtp_dense", {}),
+            ("mimo_mtp", "mtp_dense", {"mask_first": False}),
+            ("qwen3_next_mtp", "mtp_moe", {}),
+            ("glm4_moe_mtp", "mtp_moe", {}),
+        )
     ),
 )
 _SHAPE = SHAPES["dense8b"]
@@ -120,21 +226,30 @@ DENSE8B = Case(
 )
 
 
+def program_of(case: Case, folder: Path) -> str | Path:
+    """The program that `bind` and `compile` take: with storage, one that is written to `folder`."""
+    return state_storage(case.program, case.storage, folder / f"{case.name}.yaml", **options_of(case, folder))
+
+
 def options_of(case: Case, folder: Path) -> dict[str, Any]:
     """Arguments of `bind` and `compile` that both take."""
-    model = FIXTURES / case.model
-    if case.sizes is not None:
+    model, family = FIXTURES / case.model, case.model
+    if case.program in (PRODUCTS, MIXTURE):
+        family = case.program.replace(".yaml", "_family.yaml")
+        model = folder / f"{case.name}.json"
+        model.write_text(json.dumps({**default_config(family), **(case.sizes or {})}))
+    elif case.sizes is not None:
         config = json.loads((model / "config.json").read_text())
         inner = next((config[key] for key in ("transformer_layer_config", "text_config") if key in config), config)
         inner.update({**SIZES, **case.sizes})
         model = folder / f"{case.name}.json"
         model.write_text(json.dumps(config))
-    return {"model": model, "family": case.model, "switches": dict(case.switches), "act": case.act, "kv": case.kv, "wt": case.wt}
+    return {"model": model, "family": family, "switches": dict(case.switches), "act": case.act, "kv": case.kv, "wt": case.wt}
 
 
 def plans_of(case: Case, target: Target = TARGET) -> list[Plan]:
     with tempfile.TemporaryDirectory() as folder:
-        circuit = bind("mtp_dense", **options_of(case, Path(folder))).circuit
+        circuit = bind(program_of(case, Path(folder)), **options_of(case, Path(folder))).circuit
     rules = load_schedule(target.kind)
     pieces = work_list(circuit, case.entries, case.widths, case.context_rows)
     plans = [plan_piece(Run(), circuit, entry, rows, target.of_plans, rules) for entry, rows in pieces]
@@ -187,7 +302,7 @@ def build(case: Case, out: Path) -> Path:
     """Compile one case to out/<name>, with the digests of its programs beside it."""
     with tempfile.TemporaryDirectory() as folder:
         compile(
-            "mtp_dense",
+            program_of(case, Path(folder)),
             out=out / case.name,
             target=str(TARGET),
             widths=case.widths,

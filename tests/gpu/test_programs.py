@@ -18,6 +18,7 @@ from tests.gpu.calls import (
     artifact_folder,
     chain_slots,
     check,
+    comparable,
     each_mask,
     error,
     has_entry,
@@ -159,7 +160,7 @@ def test_rows_do_not_depend_on_each_other(artifact, runners):
     for n in [width for width in runner.widths if width > 1]:
         case = situation(runner, "draft", n, 1)
         together, _ = run(runner, case, "draft")
-        for row in {0, case.live // 2, case.live - 1}:
+        for row in {0, case.live // 2, case.live - 1} & set(comparable(runner, case).tolist()):
             alone, _ = run(runner, case.only([row]), "draft")
             assert error(together["next_hidden"][row], alone["next_hidden"][0]) < limit
             assert abs(together["logprob"][row] - alone["logprob"][0]) < 8 * limit

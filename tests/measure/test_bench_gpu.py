@@ -118,6 +118,37 @@ def test_bytes_of_a_step(tiny):
     assert chains.step_bytes(runner.circuit, runner.weights, 3, 20) == weights + 3 * (128 * 2) + 3 * 21 * row
 
 
+def test_bytes_of_experts_are_those_of_the_chosen():
+    """Of a stack so many matrices as have rows, plain or quantised; and which those are, the interpreter says."""
+    circuit = bind("auto", model=FIXTURES / "qwen3_next_mtp").circuit
+    weights = {item.name: random_weight(circuit, item, seeded(item, 0)) for item in circuit.weights}
+    case = make_case(circuit, 2, [Span(3)] * 2, block_size=4, generator=torch.Generator().manual_seed(0), max_position=64)
+    table = {value.name: torch.zeros(64, *value.type.shape[1:]) for item in circuit.tables for value in item.tensors()}
+    draft = judged(circuit, "draft")
+    counts = chosen_experts(draft, case.inputs, {**weights, **table}, case.copy_caches())
+    stacks = [f"layer.ffn.{part}" for part in ("gate", "up", "down")]
+    assert set(counts) == set(stacks)
+    assert len(set(counts.values())) == 1
+    (count,) = set(counts.values())
+    assert 3 <= count <= 6
+    left_out = sum(weights[name].nbytes for name in stacks) * (8 - count) // 8
+    whole = chains.step_bytes(circuit, weights, 2, 3)
+    assert whole - chains.step_bytes(circuit, weights, 2, 3, counts) == left_out
+    stored = circuit.with_storage(dict.fromkeys(stacks, Storage.parse("fp8 per row")))
+    fewer = chains.step_bytes(stored, weights, 2, 3) - chains.step_bytes(stored, weights, 2, 3, counts)
+    assert fewer == sum(stored.stored_bytes(name) // 8 * (8 - count) for name in stacks)
+
+
+def test_rows_that_may_go_elsewhere_are_not_compared(monkeypatch):
+    made = {"next_hidden": torch.tensor([[1.0, 0], [5, 5]]), "draft": torch.tensor([0, 1])}
+    meant = {"next_hidden": torch.tensor([[1.0, 0], [0, 1]]), "draft": torch.tensor([0, 0])}
+    with pytest.raises(CircuitgraphError, match="differs from the reference"):
+        check_draft("draft 2", "bf16", made, meant)
+    assert check_draft("draft 2", "bf16", made, meant, torch.tensor([True, False])) == {"equal_drafts": 1, "error": 0.0}
+    with pytest.raises(CircuitgraphError, match="differs from the reference"):
+        check_draft("draft 2", "bf16", made, meant, torch.tensor([False, True]))
+
+
 def test_a_wrong_program_is_not_timed(tiny, ceiling, monkeypatch):
     runner = runner_of(tiny)
     draft = runner.draft

@@ -120,11 +120,37 @@ def test_experts_and_latent_attention_are_groups_of_their_own():
         return [(group.pattern, {node.op for node in group.epilogue}) for group in grouped(circuit).groups]
 
     assert patterns("mtp_moe", shared_gate=True)[5:10] == [
-        ("gated", {"silu", "mul"}), ("route", set()), ("experts", set()), ("project", {"sigmoid"}), ("project", {"scale_rows", "add"}),
+        ("gated", {"silu", "mul"}), ("route", set()), ("experts", set()), ("project", {"sigmoid"}),
+        ("project", {"scale_rows", "add"}),
     ]  # fmt: skip
     assert [name for name, _ in patterns("mtp_mla")][3:8] == [
         "cache_rows", "head_project", "attend_latent", "head_project", "project",
     ]  # fmt: skip
+
+
+def test_a_ffn_of_experts_is_one_group_on_gpus():
+    """From the norm to the residual, with the shared expert and its gate; experts alone are no such FFN."""
+    for program, switches in (("mtp_moe", {"shared_gate": True}), ("mtp_moe", {"correction_bias": True}), ("mtp_mla", {})):
+        circuit = resolve(load_program(program), Bindings(SMALL, switches))
+        plan = fuse(slice_entry(circuit, "draft"), "draft", 2, "cuda:sm_90a")
+        (mixture,) = [group for group in plan.groups if group.pattern == "mixture"]
+        assert not {"route", "experts", "gated"} & {group.pattern for group in plan.groups}
+        assert [node.op for node in mixture.prologue] == ["rms_norm"]
+        assert [node.op for node in mixture.epilogue] == ["add", "add"]
+        anchors = [node.op for node in mixture.anchors]
+        assert {"route", "experts", "silu", "mul"} <= set(anchors)
+        assert anchors.count("linear") == 3 + ("shared_gate" in switches)
+        assert ("scale_rows" in anchors) == ("shared_gate" in switches)
+    alone = """
+program: alone
+inputs: {x: "f32[n, 32]", ids: "i32[n, 2]", share: "f32[n, 2]"}
+weights: {gate: "f32[4, 16, 32]", up: "f32[4, 16, 32]", down: "f32[4, 32, 16]"}
+body:
+  - y = experts(x, ids, share, down, gate, up)
+outputs: {y: y}
+entries: {run: {outputs: [y]}}
+"""
+    assert [g.pattern for g in fuse(slice_entry(parse_circuit(alone), "run"), "run", 2, "cuda").groups] == ["experts"]
 
 
 @pytest.mark.parametrize("switches", [{}, EVERYTHING, {"attention_gate": True}, {"recycle": "pre_norm", "qk_norm": True}])

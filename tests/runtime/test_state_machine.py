@@ -62,6 +62,7 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.shows("goal random interleavings", "rule 1", "rule 2", "rule 3")
 @pytest.mark.parametrize("case", [*CASES, *FAMILIES], ids=lambda case: case.__name__.removesuffix(".TestCase"))
 def test_random_operations(case):
     case("runTest").runTest()
@@ -84,6 +85,7 @@ def test_the_machine_gets_everywhere_with(name: str):
     assert {event for event in EVENTS if not events[event]} == (never if name == "medusa1" else set())
 
 
+@pytest.mark.shows("goal random interleavings")
 def test_the_machine_gets_everywhere():
     """Counts over the runs above, which come first in this file: a machine that never gets there proves nothing."""
     events = sum((case.events for case in CASES), Counter())

@@ -20,6 +20,7 @@ from typing import Any
 from tvm.tirx.script import builder as T
 
 from . import vector as v
+from .packed import Plain, Weight
 from .sizes import default_tile, rows_on_stack
 
 # Elements of x from which packing it pays for a launch of its own.
@@ -28,7 +29,7 @@ PARALLEL_PACKING = 65536
 
 @dataclass(frozen=True)
 class Projection:
-    """Weights of one shape [N, K] whose outputs at the same column meet in one epilogue.
+    """Weights of one shape [N, K] (buffers, or `packed.Weight`) whose outputs at the same column meet in one epilogue.
 
     `epilogue(row, column, width, sums)` emits what happens to output columns column..column+width-1 of one row:
     `sums` has one fp32 vector of `width` lanes per weight. `row` and `column` are int32 expressions; `width` is the
@@ -72,14 +73,19 @@ class Activations:
                 rest = v.load_rest(x, [row, whole * self.lanes], self.k - whole * self.lanes, self.lanes)
                 v.store(self.packed, [group, whole, member, 0], rest, self.lanes)
 
-    def load(self, group, vector, member):
-        return v.load(self.packed, [group, vector, member, 0], self.lanes)
+    def readers(self, group, count):
+        """For each of the first `count` rows of a group, what loads one vector of it. Made once per tile."""
+
+        def reader(member):
+            return lambda vector: v.load(self.packed, [group, vector, member, 0], self.lanes)
+
+        return [reader(member) for member in range(count)]
 
 
 def emit_linear(x, projections, *, n, lanes, block=16, tile=None, scratch=None):
     """All `projections` of x in one parallel launch.
 
-    x: [n, K] float32/float16/bfloat16; weights: [N, K] of any of these, N may differ between projections.
+    x: [n, K] float32/float16/bfloat16; weights: [N, K] of any of these or quantised, N may differ between projections.
     scratch: see `Activations`. Without `tile`, the default for the projection with the most weights.
     """
     k = int(x.shape[1])
@@ -88,10 +94,10 @@ def emit_linear(x, projections, *, n, lanes, block=16, tile=None, scratch=None):
     jobs = []
     first_block = 0
     for projection in projections:
-        weights = [v.bits_of(weight) for weight in projection.weights]
-        columns = int(weights[0].shape[0])
+        weights = [as_weight(weight, lanes) for weight in projection.weights]
+        columns = weights[0].rows
         for weight in weights:
-            assert [int(s) for s in weight.shape] == [columns, k], f"weight {weight.shape}, expected [{columns}, {k}]"
+            assert (weight.rows, weight.columns) == (columns, k), f"weight {weight.buffer.shape}, expected [{columns}, {k}]"
         blocks = -(-columns // block)
         jobs.append((first_block, blocks, columns, weights, projection.epilogue))
         first_block += blocks
@@ -127,18 +133,24 @@ def emit_linear(x, projections, *, n, lanes, block=16, tile=None, scratch=None):
 
             for_rows(n, together, emit_some)
 
-        last = columns - (blocks - 1) * block
-        if blocks == 1 or last == block:
-            emit_block(last)
-        else:
-            with T.If(index < blocks - 1):
-                with T.Then():
-                    emit_block(block)
-                with T.Else():
-                    emit_block(last)
+        last_apart(index, columns, block, emit_block)
 
     with T.parallel(0, first_block) as task:
         emit_job(0, task, v.local_array((most, together, width_of_blocks), v.vector_type("float32", lanes)))
+
+
+def last_apart(index, extent, block, body):
+    """`body(width)` for block `index` of `extent` columns, of which the last may be narrower; `width` is a Python int."""
+    blocks = -(-extent // block)
+    last = extent - (blocks - 1) * block
+    if blocks == 1 or last == block:
+        body(last)
+        return
+    with T.If(index < blocks - 1):
+        with T.Then():
+            body(block)
+        with T.Else():
+            body(last)
 
 
 def for_rows(n, together, body):
@@ -156,18 +168,19 @@ def for_rows(n, together, body):
 class DotBlock:
     """The dot products of some rows of x with `width` adjacent rows of each weight, inside one task.
 
-    The caller passes `weights` through `vector.bits_of`, and as `partial` a local array [weights, rows, width] or
+    The caller passes `weights` as buffers or `packed.Weight`, and as `partial` a local array [weights, rows, width] or
     larger of fp32 vectors. `emit(first, first_row, count)` computes columns first..first+width-1 of `count` rows, of
     which the first begins a group of `activations`; `take(row, column, group)` then reads `group` of them (lanes or 1),
     `column` counted from `first` and `row` from `first_row`, as one fp32 vector per weight.
     """
 
     def __init__(self, activations, weights, width, tile, partial):
-        self.x, self.weights, self.width, self.partial = activations, weights, width, partial
+        self.x, self.width, self.partial = activations, width, partial
         self.k, self.lanes = activations.k, activations.lanes
+        self.weights = [as_weight(weight, self.lanes) for weight in weights]
         self.tile = replace(tile, rows=activations.rows)
         # 64-bit: a weight may hold more than 2^31 elements.
-        self.wide = self.k * int(weights[0].shape[0]) >= 2**31
+        self.wide = self.k * self.weights[0].rows >= 2**31
 
     def emit(self, first, first_row, count):
         self.first_group = first_row // self.tile.rows if isinstance(first_row, int) else T.floordiv(first_row, self.tile.rows)
@@ -208,15 +221,16 @@ class DotBlock:
             T.buffer_store(accumulators, v.splat(0.0, self.lanes), [slot])
         at = first + column
         at = T.bind(T.Cast("int64", at)) if self.wide else at
+        activations = self.x.readers(self.first_group + group, tile.rows)
 
         def step(vector, chain, load):
             values = {
-                (w, c): T.bind(load(weight, [at + c, vector * self.lanes]))
+                (w, c): T.bind(load(weight, [at + c], vector * self.lanes))
                 for w, weight in enumerate(self.weights)
                 for c in range(tile.columns)
             }
-            for m in range(tile.rows):
-                activation = T.bind(self.x.load(self.first_group + group, vector, m))
+            for m, read in enumerate(activations):
+                activation = T.bind(read(vector))
                 for (w, c), value in values.items():
                     slot = slots[chain, (w, m, c)]
                     total = T.BufferLoad(accumulators, [slot]) + value * activation
@@ -233,22 +247,34 @@ class DotBlock:
         for vector in range(rounds * tile.unroll, whole):
             step(vector, vector % tile.chains, self._load)
         if rest:
-            step(whole, 0, lambda weight, indices: v.load_rest(weight, indices, rest, self.lanes))
+            step(whole, 0, lambda weight, row, column: weight.load_rest(row, column, rest))
 
+        factors = {(w, c): weight.factor([at + c]) for w, weight in enumerate(self.weights) for c in range(tile.columns)}
         for w, m, c in keys:
             total = T.BufferLoad(accumulators, [slots[0, (w, m, c)]])
             for chain in range(1, tile.chains):
                 total = total + T.BufferLoad(accumulators, [slots[chain, (w, m, c)]])
+            if factors[w, c] is not None:
+                total = total * v.splat(factors[w, c], self.lanes)
             T.buffer_store(self.partial, total, [w, group * self.tile.rows + m, column + c])
 
-    def _load(self, weight, indices):
-        return v.load(weight, indices, self.lanes)
+    def _load(self, weight, row, column):
+        return weight.load(row, column)
 
     def _prefetch(self, row, position, tile):
         """Ask for what lies tile.prefetch bytes ahead; the address may lie past the end, so it is never loaded."""
         for weight in self.weights:
-            size = weight.dtype.itemsize
+            line = self.k * weight.bits // 8
             for c in range(tile.columns):
-                start = T.Cast("int64", row + c) * (self.k * size) + T.Cast("int64", position) * size
-                for offset in range(0, tile.unroll * self.lanes * size, 64):
-                    v.prefetch(T.handle_add_byte_offset(weight.data, start + (tile.prefetch + offset)))
+                start = weight.flat([row + c]) * line + _bytes(T.Cast("int64", position), weight.bits)
+                for offset in range(0, tile.unroll * self.lanes * weight.bits // 8, 64):
+                    v.prefetch(T.handle_add_byte_offset(weight.buffer.data, start + (tile.prefetch + offset)))
+
+
+def _bytes(elements, bits):
+    return elements >> 1 if bits == 4 else elements * (bits // 8)
+
+
+def as_weight(weight, lanes):
+    """A `packed.Weight` of a float buffer; any other as it is."""
+    return weight if isinstance(weight, Weight) else Plain(weight, lanes)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from . import vector as v
-from .linear import Activations, DotBlock, for_rows
+from .linear import Activations, DotBlock, as_weight, for_rows
 from .sizes import default_tile, rows_on_stack, top1_tasks
 
 _NO_TOKEN = 0x7FFFFFFF
@@ -25,7 +25,7 @@ def emit_linear_top1(
 ):
     """token[i] = the lowest id among the largest logits of row i; logprob[i] = its log-softmax.
 
-    x: [n, K]; weight: [V, K]; token: int32 [n]; logprob: float32 [n]; scratch: a Top1Scratch for
+    x: [n, K]; weight: [V, K], a buffer or a `packed.Weight`; token: int32 [n]; logprob: float32 [n]; scratch: a Top1Scratch for
     `top1_tasks(V, task_columns)` tasks. allowed: int32 [n, ceil(V / 32)], bit c % 32 of word c / 32 says whether
     column c may be drafted; forbidden columns count for neither result. bias: [V]. NaN logits count as forbidden.
     A row in which nothing is allowed gives token 0 and logprob -inf. `block` divides `task_columns`; both are
@@ -33,9 +33,9 @@ def emit_linear_top1(
     """
     assert task_columns % block == 0, f"block {block} does not divide task_columns {task_columns}"
     assert block % 32 == 0, f"block {block} is no multiple of 32"
-    vocabulary = int(weight.shape[0])
-    weight = v.bits_of(weight)
-    tile = tile or default_tile(n, 1, lanes, int(weight.shape[1]))
+    weight = as_weight(weight, lanes)
+    vocabulary = weight.rows
+    tile = tile or default_tile(n, 1, lanes, weight.columns)
     activations = Activations(x, n=n, lanes=lanes, rows=tile.rows, scratch=packed)
     bias = None if bias is None else v.bits_of(bias)
     tasks = top1_tasks(vocabulary, task_columns)

@@ -10,6 +10,7 @@ from typing import Any
 import tvm
 from tvm.tirx.script import builder as T
 
+from ...circuit.ir import Value
 from ...circuit.types import DTYPE_BITS, StateType, TensorType
 from ...lower import argument_values
 from ...plan.ir import Group, Plan, Scratch
@@ -139,8 +140,13 @@ class CudaEnvironment:
         """
         self.group = group
         stored = {key.rpartition("/")[2] for key in self.plan.slots if key.startswith(f"{group.name}/")}
+        packed = {item.name: item.tensors() for item in self.plan.circuit.weights if item.storage}
+        for value in (value for name in group.inputs for value in packed.get(name, ())):
+            self._declare_packed(value)
         for name in (*group.inputs, *group.made, *stored):
             value_type = self.plan.circuit.types.get(name)
+            if name in packed:
+                continue
             if isinstance(value_type, StateType):
                 self.cache(f"{value_type.state}.k")
                 self.cache(f"{value_type.state}.v")
@@ -151,6 +157,14 @@ class CudaEnvironment:
                 if DTYPE_BITS.get(value_type.dtype if value_type else "") == 16:
                     self.words(name)
 
+    def _declare_packed(self, value: Value) -> None:
+        """The views of one of a quantised weight's tensors; whole words where its lines are a whole number of them."""
+        assert isinstance(value.type, TensorType)
+        if value.type.rank > 1:
+            self.flat(value.name)
+        if value.type.dtype == "u8" and int(value.type.shape[-1]) % 4 == 0:
+            self.words(value.name)
+
     def stored(self, name: str) -> bool:
         """Has the value memory? Values that only this group's kernel sees have none."""
         assert self.group is not None
@@ -160,14 +174,14 @@ class CudaEnvironment:
     # -- buffers -----------------------------------------------------------------------------------------------
 
     def buffer(self, name: str) -> Any:
-        """Buffer of a value, weight, table, state part (`kv.slot`)."""
+        """Buffer of a value, weight, table, state part (`kv.slot`), or of a quantised weight's values, scales and whole scale."""
         assert self.group is not None
         root = self.plan.storage(name)
         for key in (f"{self.group.name}/{root}", root):
             if key in self.plan.slots and key not in self._buffers:
                 self._buffers[key] = self._workspace_view(key, root)
             if key in self._buffers:
-                if name not in self.plan.circuit.types:
+                if name not in self.plan.circuit.types or name in self.plan.circuit.storage:
                     return self._buffers[key]
                 return self.view(key, self.plan.circuit.types[name].shape)  # type: ignore[union-attr]
         raise KeyError(f"{self.plan.symbol} {self.group.name}: '{name}' has no storage")
@@ -215,10 +229,11 @@ class CudaEnvironment:
         return self._shaped(name, (int(buffer.shape[0]), columns))
 
     def words(self, name: str) -> Any:
-        """A two-byte matrix or vector as 32-bit words, two elements each."""
+        """A matrix or vector of narrower elements as 32-bit words: two of 16 bits each, or four bytes."""
         buffer = self.flat(name) if len(self.buffer(name).shape) > 1 else self.buffer(name)
         shape = [int(dim) for dim in buffer.shape]
-        return self._shaped(name, (*shape[:-1], shape[-1] // 2), "uint32")
+        each = 32 // tvm.DataType(str(buffer.dtype)).bits
+        return self._shaped(name, (*shape[:-1], shape[-1] // each), "uint32")
 
     def _shaped(self, name: str, shape: Any, dtype: str = "") -> Any:
         assert self.group is not None

@@ -12,6 +12,9 @@ from ...plan.ir import VIEWS, Group, Plan
 from .row_program import ELEMENTWISE, sinks_of
 from .values import hold, load, store
 
+OPS = {**ELEMENTWISE, "scale_rows": ELEMENTWISE["mul"]}
+"""The factor of `scale_rows` is made outside: the fusing rule sees to that."""
+
 
 class Epilogue:
     """Evaluates the nodes after some anchors for one element, and stores what others read.
@@ -31,8 +34,12 @@ class Epilogue:
         for anchor, bias, total in zip(self.anchors, self.biases, sums, strict=True):
             self._keep(values, anchor, row, column, total if bias is None else total + load(bias, [column], constant=True))
         for node in self.nodes:
-            operands = [values[n] if n in values else load(self.outside[n], [row, column]) for n in node.inputs]
-            self._keep(values, node, row, column, operands[0] if node.op in VIEWS else ELEMENTWISE[node.op](*operands))
+            operands = [values[n] if n in values else self._fetch(node, n, row, column) for n in node.inputs]
+            self._keep(values, node, row, column, operands[0] if node.op in VIEWS else OPS[node.op](*operands))
+
+    def _fetch(self, node: Node, name: str, row: Any, column: Any) -> Any:
+        factor = node.op == "scale_rows" and name == node.inputs[1]
+        return load(self.outside[name], [row, 0 if factor else column])
 
     def _keep(self, values: dict[str, Any], node: Node, row: Any, column: Any, value: Any) -> None:
         values[node.name] = hold(value)
@@ -54,11 +61,16 @@ def meeting(group: Group) -> list[tuple[tuple[Node, ...], tuple[Node, ...]]]:
     return sorted(parts, key=lambda part: group.nodes.index(part[0][0]))
 
 
+def refuse_ops(group: Group) -> str | None:
+    """Why `Epilogue` has no form of what comes after the anchors, or None."""
+    foreign = sorted({node.op for node in group.epilogue} - {*OPS, *VIEWS})
+    return f"no form of {', '.join(foreign)} in the epilogue" if foreign else None
+
+
 def refuse_epilogue(plan: Plan, group: Group) -> str | None:
-    """Why `Epilogue` cannot evaluate this group's, or None."""
-    foreign = sorted({node.op for node in group.epilogue} - {*ELEMENTWISE, *VIEWS})
-    if foreign:
-        return f"no form of {', '.join(foreign)} in the epilogue"
+    """Why `Epilogue` cannot evaluate what comes after the products of a group, or None."""
+    if reason := refuse_ops(group):
+        return reason
     for anchors, _ in meeting(group):
         shapes = {plan.circuit.types[anchor.inputs[1]].shape for anchor in anchors}  # type: ignore[union-attr]
         if len(shapes) > 1:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tvm.tirx.script import builder as T
 
+from .formats import Scales, number, of_row
 from .values import LOWEST, do, from_lane_beside, hold, load, load_int, put, register, store, wide, zeros
 
 WARPS = 8
@@ -20,10 +21,19 @@ ROWS = 8
 
 @dataclass(frozen=True)
 class Projection:
-    """Weights whose sums meet in one epilogue: `finish(row, column, sums)` stores the results of one element."""
+    """Weights whose sums meet in one epilogue: `finish(row, column, sums)` stores the results of one element.
+
+    quantised: what belongs to each weight's values, None for those that are no quantised ones; empty: none is.
+    """
 
     weights: tuple[Any, ...]
     finish: Callable[[Any, Any, list[Any]], None]
+    quantised: tuple[Scales | None, ...] = ()
+
+    @property
+    def scales(self) -> tuple[Scales | None, ...]:
+        """`quantised`, one for each weight."""
+        return self.quantised or (None,) * len(self.weights)
 
     @property
     def columns(self) -> int:
@@ -49,21 +59,24 @@ def emit_plain(env: Any, x: Any, projections: Sequence[Projection], *, blocks_pe
                 inside = T.And(column[0] >= start, column[0] < start + projection.columns)
                 with T.If(inside), T.Then():
                     local = hold(column[0] - start, "int32")
-                    sums = [dot(x, weight, local, first_row, rows, at.lane) for weight in projection.weights]
+                    sums = [
+                        dot(x, weight, local, first_row, rows, at.lane, scales)
+                        for weight, scales in zip(projection.weights, projection.scales, strict=True)
+                    ]
                     with T.If(T.And(at.lane < ROWS, first_row + at.lane < rows)), T.Then():
                         projection.finish(first_row + at.lane, local, sums)
                 start += projection.columns
             put(column, column[0] + blocks * WARPS)
 
 
-def dot(x: Any, weight: Any, column: Any, first_row: Any, rows: int, lane: Any) -> Any:
-    """Lane r gets weight[column] . x[first_row + r]."""
+def dot(x: Any, weight: Any, column: Any, first_row: Any, rows: int, lane: Any, scales: Scales | None = None) -> Any:
+    """Lane r gets weight[column] . x[first_row + r]. scales: of a quantised weight."""
     length = int(x.shape[1])
     sums = register("float32", ROWS)
     zeros(sums, ROWS)
 
     def step(k):
-        value = load(weight, [wide(column), k], constant=True)
+        value = number(weight, scales, column, k) if scales else load(weight, [wide(column), k], constant=True)
         for r in range(ROWS):
             row = T.min(first_row + r, T.int32(rows - 1))
             put(sums, sums[r] + value * load(x, [row, k]), r)
@@ -78,7 +91,8 @@ def dot(x: Any, weight: Any, column: Any, first_row: Any, rows: int, lane: Any) 
     for r in range(ROWS):
         whole = hold(T.cuda.warp_sum(sums[r]))
         put(mine, T.Select(T.EQ(lane, r), whole, mine[0]))
-    return mine[0]
+    factor = of_row(scales, column)
+    return mine[0] if factor is None else hold(mine[0] * factor)
 
 
 @dataclass(frozen=True)
@@ -142,8 +156,9 @@ class Best:
             store(buffer, [part, row], value[0])
 
 
-def emit_plain_top1(env: Any, x: Any, weight: Any, logits: Logits, partials: Partials) -> None:
+def emit_plain_top1(env: Any, x: Any, head: Projection, logits: Logits, partials: Partials) -> None:
     """The best of every warp's columns; `emit_top1_final` joins them."""
+    (weight,), (scales,) = head.weights, head.scales
     rows, chunks, columns = env.plan.rows, chunks_of(env.plan.rows), int(weight.shape[0])
     parts = int(partials.best.shape[0])
     with env.kernel(parts // WARPS * chunks, WARPS) as at:
@@ -153,7 +168,7 @@ def emit_plain_top1(env: Any, x: Any, weight: Any, logits: Logits, partials: Par
         column = register("int32")
         put(column, part)
         with T.While(column[0] < columns):
-            total = dot(x, weight, column[0], first_row, rows, at.lane)
+            total = dot(x, weight, column[0], first_row, rows, at.lane, scales)
             logits.take(state, T.min(first_row + at.lane, T.int32(rows - 1)), column[0], total)
             put(column, column[0] + parts)
         with T.If(T.And(at.lane < ROWS, first_row + at.lane < rows)), T.Then():

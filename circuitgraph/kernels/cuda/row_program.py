@@ -25,7 +25,7 @@ ELEMENTWISE = {
     "silu": silu,
     "sigmoid": sigmoid,
 }
-OPS = frozenset({*ELEMENTWISE, *VIEWS, "append", "cat", "embed", "part", "rms_norm", "rope", "shift", "zero_at"})
+OPS = frozenset({*ELEMENTWISE, *VIEWS, "append", "cat", "embed", "part", "rms_norm", "rope", "scale_rows", "shift", "zero_at"})
 
 UNROLLED = 16
 """Elements of a thread up to which a loop is written out, so that its loads are in flight together."""
@@ -187,6 +187,9 @@ class Evaluator:
         if weight is None:
             weight = self.norm_weight(node, place.column)
         return hold(self.at(node.inputs[0], place) * self.prepared[node.name] * weight)
+
+    def _scale_rows(self, node: Node, place: Place) -> Any:
+        return hold(self.at(node.inputs[0], place) * self.at(node.inputs[1], Place(place.row, 0, 0)))
 
     def _cat(self, node: Node, place: Place) -> Any:
         result, start = register("float32"), 0

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm.tirx.script import builder as T
 
+from ...circuit.ir import Node
 from ...circuit.types import StateType, TensorType
 from ...plan.ir import VIEWS, Group, Plan, Scratch
+from ..base import refuse_packed
+from .architectures import architecture_of
 from .attention import Query
-from .epilogue import meeting
-from .plain import ROWS, Logits, Partials
+from .epilogue import Epilogue, meeting
+from .formats import Format, scales_of
+from .plain import ROWS, Logits, Partials, Projection
 from .row_program import Evaluator, Place, emit_rows, for_each, refuse_rows, sinks_of
 from .values import hold, load, store
 
+Finish = Callable[[Any, Any, list[Any]], None]
 PROLOGUE_WARPS = 16
 """Of a block that has one row of a prologue."""
 
@@ -44,11 +49,45 @@ def emit_prologue(env, group: Group, warps: int) -> None:
 
 def refuse_dtypes(plan: Plan, group: Group) -> str | None:
     """Why tensor cores cannot multiply x by these weights, or None."""
-    types = plan.circuit.types
-    dtypes = {types[name].dtype for anchor in group.anchors for name in anchor.inputs[:2]}  # type: ignore[union-attr]
+    types, quantised = plan.circuit.types, plan.circuit.storage
+    names = [name for anchor in group.anchors for name in anchor.inputs[:2] if name not in quantised]
+    dtypes = {types[name].dtype for name in names}  # type: ignore[union-attr]
     if len(dtypes) > 1 or "f32" in dtypes:
         return f"needs bf16 or f16 activations and weights of that dtype, got {', '.join(sorted(dtypes))}"
     return None
+
+
+def refuse_quantised(plan: Plan, group: Group) -> str | None:
+    """Why products of this group's quantised weights cannot be one launch, or None. Others than products' are not read."""
+    storage = plan.circuit.storage
+    weights = {anchor.inputs[1] for anchor in group.anchors}
+    foreign = [name for name in group.inputs if name in storage and name not in weights]
+    if foreign:
+        return f"reads quantised weights of products alone, got '{foreign[0]}' in {storage[foreign[0]]}"
+    found = {storage.get(name) for name in weights}
+    if len(found) > 1:
+        said = ", ".join(sorted(f"'{name}' in {storage.get(name, 'its own dtype')}" for name in weights))
+        return f"reads weights of one storage at a time, got {said}"
+    return None
+
+
+def format_of(plan: Plan, group: Group) -> Format:
+    """How tensor cores get this group's weights, which are all of one storage."""
+    first = group.anchors[0]
+    dtype = plan.circuit.types[first.inputs[0]].dtype  # type: ignore[union-attr]
+    return Format(dtype, plan.circuit.storage.get(first.inputs[1]), architecture_of(plan).multiply)
+
+
+def projection_of(env, anchors: Sequence[Node], finish: Finish, *, words: bool = True) -> Projection:
+    """The products of `anchors`, whose sums meet in `finish`. words: weights as 32-bit words."""
+    names = [anchor.inputs[1] for anchor in anchors]
+    weights = tuple(env.words(name) if words else env.buffer(name) for name in names)
+    return Projection(weights, finish, tuple(scales_of(env, name) for name in names))
+
+
+def projections_of(env, group: Group, *, words: bool = True) -> list[Projection]:
+    """All products of a group with what follows each; see `projection_of`."""
+    return [projection_of(env, anchors, Epilogue(env, group, anchors, nodes), words=words) for anchors, nodes in meeting(group)]
 
 
 def refuse_meeting(group: Group) -> str | None:
@@ -85,7 +124,7 @@ def refuse_attend(plan: Plan, group: Group, parts: int) -> str | None:
         return "one attention at a time"
     if not 1 <= parts <= 64:
         return f"parts lie in 1..64, got {parts}"
-    return refuse_rows(plan, group.epilogue, sinks_of(plan, group, group.nodes))
+    return refuse_packed(plan, group) or refuse_rows(plan, group.epilogue, sinks_of(plan, group, group.nodes))
 
 
 def attend_facts(plan: Plan, group: Group) -> tuple[int, int, int, set[str]]:

@@ -1,10 +1,13 @@
 """Skinny matrix products on tensor cores at the speed of memory: every weight is read once, for up to 32 rows.
 
 One block a multiprocessor stays and takes tile after tile of 16 weight rows. A tile's columns are split over the block's
-warps in steps of 32. Each lane copies exactly the two 16-byte pieces that it will use itself into its own slots of a ring
-in shared memory, so the stream needs no barrier; 16 weights x 32 columns and 8 rows of x are one step of two `mma`. The
-columns are permuted the same way in weights and x, which makes a lane's 16 bytes two fragments as they lie. The ring is
-filled before the kernel waits for its predecessor: weights do not depend on it.
+warps in steps of 64 bytes. Each lane copies exactly the two 16-byte pieces that it will use itself into its own slots of a
+ring in shared memory, so the stream needs no barrier; in bf16, 16 weights x 32 columns and 8 rows of x are one step of two
+`mma`. The columns are permuted the same way in weights and x, which makes a lane's 16 bytes two fragments as they lie. The
+ring is filled before the kernel waits for its predecessor: weights do not depend on it.
+
+Quantised weights (see `formats`) have 64 or 128 columns a step, which are decoded between ring and `mma`. Scales of blocks
+go through the ring too, a word for each lane and piece.
 
 With k_parts > 1 the columns are split over blocks too; a second launch adds the parts.
 """
@@ -19,17 +22,19 @@ from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
 from .architectures import architecture_of
+from .formats import Format, Scales, of_row
 from .plain import Best, Logits, Partials, Projection
-from .values import COPY, do, hold, load, put, register, store, wide, zeros
+from .values import COPY, COPY_WORD, do, hold, load, put, register, store, wide, zeros
 
-STEP = 32
-"""Columns of one step of a warp."""
+STEP_WORDS = 16
+"""Words of a weight row in one step of a warp: a lane has four, and four lanes share a row."""
 
 
 @dataclass(frozen=True)
 class Geometry:
     """How a product is cut. steps: of one warp per row group; groups: of 16 weight rows in a tile; stages: of the ring,
-    which divide the steps of a tile, so that slots are constants."""
+    which divide the steps of a tile, so that slots are constants. step: columns of one. together: groups whose sums are
+    shared at once, where a group is short. scales: they go through the ring."""
 
     rows: int
     columns: int
@@ -38,6 +43,9 @@ class Geometry:
     steps: int
     groups: int
     stages: int
+    step: int = 32
+    together: int = 1
+    scales: bool = False
 
     @property
     def row_blocks(self) -> int:
@@ -45,7 +53,8 @@ class Geometry:
 
     @property
     def shared_bytes(self) -> int:
-        return self.warps * (self.stages * 1024 + 2 * self.rows * 64 + self.row_blocks * 32)
+        ring = self.stages * (1024 + 256 * self.scales)
+        return self.warps * (ring + 2 * self.rows * 64 * self.together + self.row_blocks * 32)
 
 
 def geometry(
@@ -56,6 +65,7 @@ def geometry(
     k_parts: int,
     registers: int,
     work: Callable[[int, int], float] = lambda groups, parts: 0,
+    format: Format | None = None,
 ) -> Geometry | str:
     """The cut of a product over `columns`, or why there is none.
 
@@ -64,14 +74,16 @@ def geometry(
         k_parts: parts of the columns, 0 for the fewest whose x fits `registers` registers of a thread.
         work: row groups that the busiest block takes, for tiles of so many groups and so many parts. Where smaller tiles
             spread a narrow layer better, a shorter ring is accepted for them.
+        format: of quantised weights.
     """
+    step = STEP_WORDS * (format.columns if format else 2)
     if rows > 32:
         return f"at most 32 rows, got {rows}"
     for parts in (k_parts,) if k_parts else (1, 2, 3, 4, 6, 8):
-        if columns % (parts * STEP * warps):
+        if columns % (parts * step * warps):
             continue
-        steps = columns // (parts * STEP * warps)
-        if steps * 4 * -(-rows // 8) > registers:
+        steps = columns // (parts * step * warps)
+        if steps * (step // 8) * -(-rows // 8) > registers:
             continue
         cuts = []
         for groups in (1, 2, 4, 8):
@@ -81,8 +93,8 @@ def geometry(
                 cuts.append((work(groups, parts), ring < stages - 3, groups, ring))
         if cuts:
             *_, groups, ring = min(cuts)
-            return Geometry(rows, columns, warps, parts, steps, groups, ring)
-    return f"{columns} columns do not split into steps of {STEP * warps} that fit {registers} registers"
+            return Geometry(rows, columns, warps, parts, steps, groups, ring, step, scales=bool(format and format.scaled))
+    return f"{columns} columns do not split into steps of {step * warps} that fit {registers} registers"
 
 
 @dataclass(frozen=True)
@@ -113,10 +125,15 @@ def tiles_of(columns: int, width: int, groups: int) -> int | None:
 
 
 class Stream:
-    """One launch. x: [rows, columns / 2] words of two elements. Either projections, or one weight and `best`."""
+    """One launch. x: [rows, columns / 2] words of two elements. Either projections, or one weight and `best`.
+
+    Weights are [columns of the result, words]; quantised ones are all of one storage.
+    """
 
     def __init__(self, env: Any, cut: Geometry, x: Any, kind: str, projections: Sequence[Projection], norm: Norm | None = None):
         self.env, self.cut, self.x, self.kind, self.norm = env, cut, x, kind, norm
+        scales = projections[0].scales[0]
+        self.format = Format(kind, scales.storage if scales else None, architecture_of(env.plan).multiply)
         self.mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
         self.matrices = len(projections[0].weights)
         self.width = 16 // self.matrices
@@ -137,15 +154,18 @@ class Stream:
             self.at, self.thread = at, at.warp * 32 + at.lane
             pool = SMEMPool()
             self.ring = pool.alloc((cut.warps, cut.stages, 2, 32, 4), "uint32", align=128)
-            self.shared = pool.alloc((2, cut.warps, cut.rows * 16), "float32", align=16)
+            if cut.scales:
+                self.scale_ring = pool.alloc((cut.warps, cut.stages, 32, 2), "uint32", align=16)
+            self.shared = pool.alloc((2, cut.warps, cut.together * cut.rows * 16), "float32", align=16)
             self.squares = pool.alloc((cut.warps, cut.row_blocks * 8), "float32", align=16)
             pool.commit()
             self.part = hold(T.floormod(at.block, cut.k_parts), "int32") if cut.k_parts > 1 else 0
-            self.word = hold(self.part * (cut.columns // cut.k_parts // 2) + at.warp * 16 + at.lane % 4 * 4, "int32")
+            self.word = hold(self._word(2), "int32")
+            self.weight_word = self.word if self.format.storage is None else hold(self._word(self.format.columns), "int32")
             tile, turn = register("int32", name="tile"), register("int32", name="turn")
             put(tile, T.floordiv(at.block, cut.k_parts))
             put(turn, T.int32(0))
-            here, ahead = register("uint64", 2, "here"), register("uint64", 2, "ahead")
+            here, ahead = (register("uint64", 4 if cut.scales else 2, name) for name in ("here", "ahead"))
             self._find(tile[0], here)
             for step in range(cut.stages):
                 with T.If(tile[0] < self.tiles), T.Then():
@@ -155,25 +175,32 @@ class Stream:
             self.env.wait()
             self._load_x()
             inverse = self._fold_norm(weights) if self.norm else None
+            self._order_x()
             state = Best() if best else None
             with T.While(tile[0] < self.tiles):
                 following = hold(tile[0] + self.blocks // cut.k_parts, "int32", "following")
                 self._find(following, ahead)
-                for group in range(cut.groups):
+                for group in range(0, cut.groups, cut.together):
                     self.turn = turn[0]
-                    self._multiply(group, here, ahead, following)
+                    factors = self._factors(tile[0], group)
+                    for more in range(cut.together):
+                        self._multiply(group + more, here, ahead, following)
                     do(T.cuda.cta_sync())
-                    with T.If(self.thread < cut.rows * self.width), T.Then():
+                    with T.If(self.thread < cut.together * cut.rows * self.width), T.Then():
                         sums = self._sums()
                         if inverse is not None:
                             sums = [hold(total * inverse) for total in sums]
+                        if factors is not None:
+                            sums = [hold(total * factor) for total, factor in zip(sums, factors, strict=True)]
                         self._finish(tile[0], group, sums, partial, state, logits)
                     put(turn, T.bitwise_xor(turn[0], 1))
-                for half in range(2):
-                    put(here, ahead[half], half)
+                for index in range(4 if cut.scales else 2):
+                    put(here, ahead[index], index)
                 put(tile, following)
             if state is not None and best is not None:
                 state.merge_lanes((8, 4, 2, 1))
+                if cut.together > 1:
+                    self._merge_together(state)
                 with T.If(T.And(at.lane % 16 < 1, self.thread < cut.rows * 16)), T.Then():
                     state.write(best, at.block, T.floordiv(self.thread, 16))
             if self.norm and self.norm.finish:
@@ -181,27 +208,58 @@ class Stream:
 
     # -- weights -----------------------------------------------------------------------------------------------
 
+    def _word(self, columns: int) -> Any:
+        """Where the lane's first piece begins in a row of words of so many columns."""
+        cut = self.cut
+        step = cut.step // columns
+        return self.part * (cut.columns // cut.k_parts // columns) + self.at.warp * step + self.at.lane % 4 * (step // 4)
+
     def _find(self, tile: Any, target: Any) -> None:
-        """Addresses of the lane's pieces of a tile's first step, for both halves of the 16 weight rows."""
+        """Addresses of the lane's pieces of a tile's first step, for both halves of the 16 weight rows, and of their scales."""
         for half in range(2):
-            address = None
+            address = scale = None
             for segment in reversed(self.segments):
-                weights = segment.projection.weights
-                weight = weights[half] if self.matrices == 2 else weights[0]
+                matrix = half if self.matrices == 2 else 0
+                weight = segment.projection.weights[matrix]
                 lower = half * 8 if self.matrices == 1 else 0
                 row = (tile - segment.first) * (segment.width * self.cut.groups) + lower + T.floordiv(self.at.lane, 4)
                 row = T.max(T.min(row, T.int32(segment.projection.columns - 1)), T.int32(0))
-                place = T.reinterpret("uint64", weight.ptr_to([wide(row), wide(self.word)]))
+                place = T.reinterpret("uint64", weight.ptr_to([wide(row), wide(self.weight_word)]))
                 address = place if address is None else T.if_then_else(tile < segment.first + segment.tiles, place, address)
+                if self.cut.scales:
+                    place = self._scale_address(segment.projection.scales[matrix], row)
+                    scale = place if scale is None else T.if_then_else(tile < segment.first + segment.tiles, place, scale)
             put(target, address, half)
+            if scale is not None:
+                put(target, scale, 2 + half)
+
+    def _scale_address(self, scales: Scales, row: Any) -> Any:
+        """Of the word with the scale of the lane's piece in this weight row, or the scales of it and its neighbours."""
+        column = self.weight_word * self.format.columns
+        place = [wide(T.floordiv(row, scales.storage.block[0])), wide(T.floordiv(column, self.format.scale_columns))]
+        buffer = scales.words if self.format.scaled == "numbers" else scales.scales
+        return T.reinterpret("uint64", buffer.ptr_to(place))
 
     def _copy(self, slot: int, addresses: Any, step: int) -> None:
         """Start the copies of one step of a tile into a slot of the ring."""
         group, step = divmod(step, self.cut.steps)
-        offset = 2 * (group * self.width * self.cut.columns + step * self.cut.warps * STEP)
+        offset = 4 * (group * self.width * self.cut.columns + step * self.cut.warps * self.cut.step) // self.format.columns
         for half in range(2):
             source = T.reinterpret("handle", addresses[half] + T.uint64(offset))
             do(T.ptx[COPY](self.ring.ptr_to([self.at.warp, slot, half, self.at.lane, 0]), source, 16))
+        if self.cut.scales:
+            offset = 4 * (self._scale_lines(group) + step * self.cut.warps * self.cut.step // self.format.scale_columns)
+            for half in range(2):
+                source = T.reinterpret("handle", addresses[2 + half] + T.uint64(offset))
+                do(T.ptx[COPY_WORD](self.scale_ring.ptr_to([self.at.warp, slot, self.at.lane, half]), source, 4))
+
+    def _scale_lines(self, group: int) -> int:
+        """Words of scales before a row group of a tile: none where all of the tile's rows lie in one block."""
+        scales = self.segments[0].projection.scales[0]
+        assert scales is not None
+        if scales.storage.block[0] > 1:
+            return 0
+        return group * self.width * -(-self.cut.columns // self.format.scale_columns)
 
     def _multiply(self, group: int, here: Any, ahead: Any, following: Any) -> None:
         """The steps of one row group; every slot is filled again as soon as it has been read."""
@@ -215,11 +273,14 @@ class Stream:
             for half in range(2):
                 with T.vectorized(0, 4) as v:
                     T.buffer_store(piece, self.ring[at.warp, slot, half, at.lane, v], [half * 4 + v])
-            for block in range(cut.row_blocks):
-                c = [sums[block * 4 + i] for i in range(4)]
-                x = [self.fragments[(block * cut.steps + step) * 4 + i] for i in range(4)]
-                do(T.ptx[self.mma](*c, piece[0], piece[4], piece[1], piece[5], x[0], x[1], *c))
-                do(T.ptx[self.mma](*c, piece[2], piece[6], piece[3], piece[7], x[2], x[3], *c))
+            if self.format.storage is None:
+                for block in range(cut.row_blocks):
+                    c = [sums[block * 4 + i] for i in range(4)]
+                    x = self._x(block, step)
+                    do(T.ptx[self.mma](*c, piece[0], piece[4], piece[1], piece[5], x[0], x[1], *c))
+                    do(T.ptx[self.mma](*c, piece[2], piece[6], piece[3], piece[7], x[2], x[3], *c))
+            else:
+                self._multiply_decoded(sums, piece, step, slot)
             later, rest = divmod(number + cut.stages, cut.steps * cut.groups)
             if later:
                 with T.If(following < self.tiles), T.Then():
@@ -227,14 +288,43 @@ class Stream:
             else:
                 self._copy(slot, here, rest)
             do(T.ptx.cp.async_.commit_group())
-        self._share(sums)
+        self._share(sums, group % cut.together)
 
-    def _share(self, sums: Any) -> None:
-        """Leave the warp's sums where the finishing threads find them, as [row of x][weight row]."""
+    def _multiply_decoded(self, sums: Any, piece: Any, step: int, slot: int) -> None:
+        """One step of quantised weights: word after word is decoded and multiplied."""
+        cut, format, lane = self.cut, self.format, self.at.lane
+        words: list[Any] = []
+        if format.scaled:
+            pair = register("uint32", 2, "scales")
+            with T.vectorized(0, 2) as v:
+                T.buffer_store(pair, self.scale_ring[self.at.warp, slot, lane, v], [v])
+            words = [pair[half] for half in range(2)]
+        scales = [format.scale_pairs(word, lane) for word in words] if format.scaled == "numbers" else None
+        own = format.scaled == "sums"
+        totals = register("float32", cut.row_blocks * 4, "step") if own else sums
+        if own:
+            zeros(totals, cut.row_blocks * 4)
+        for index in range(4):
+            upper, lower = (
+                format.decode(piece[half * 4 + index], scales[half][index * len(scales[half]) // 4] if scales else None)
+                for half in range(2)
+            )
+            for pair in range(0, len(upper), 2):
+                a = (upper[pair], lower[pair], upper[pair + 1], lower[pair + 1])
+                for block in range(cut.row_blocks):
+                    c = [totals[block * 4 + i] for i in range(4)]
+                    x = self._x(block, step)[index * len(upper) + pair :]
+                    do(T.ptx[self.mma](*c, *a, x[0], x[1], *c))
+        if own:
+            for i in range(cut.row_blocks * 4):
+                put(sums, sums[i] + totals[i] * T.cuda.uint_as_float(words[i % 4 // 2]), i)
+
+    def _share(self, sums: Any, more: int) -> None:
+        """Leave the warp's sums where the finishing threads find them, as [group][row of x][weight row]."""
         for block in range(self.cut.row_blocks):
             for i in range(4):
                 row = block * 8 + self.at.lane % 4 * 2 + i % 2
-                place = row * 16 + T.floordiv(self.at.lane, 4) + i // 2 * 8
+                place = row * 16 + T.floordiv(self.at.lane, 4) + i // 2 * 8 + more * self.cut.rows * 16
                 if block * 8 + 8 <= self.cut.rows:
                     T.buffer_store(self.shared, sums[block * 4 + i], [self.turn, self.at.warp, place])
                 else:
@@ -253,14 +343,59 @@ class Stream:
             results.append(total[0])
         return results
 
+    def _line(self) -> tuple[Any, Any]:
+        """(group of those that are shared together, row of x) that this thread finishes."""
+        line = T.floordiv(self.thread, self.width)
+        if self.cut.together == 1:
+            return 0, line
+        return T.floordiv(line, self.cut.rows), T.floormod(line, self.cut.rows)
+
+    def _column(self, segment: _Segment, tile: Any, group: int) -> Any:
+        """Of the result that this thread finishes, or makes no use of: weight row of the segment."""
+        more, _ = self._line()
+        first = (tile - segment.first) * (self.width * self.cut.groups) + group * self.width
+        return first + self.thread % self.width + more * self.width
+
+    def _factors(self, tile: Any, group: int) -> list[Any] | None:
+        """What this thread's sums will be multiplied by, loaded before they are needed; one for each matrix."""
+        if self.format.storage is None:
+            return None
+        factors = [register("float32", name="factor") for _ in range(self.matrices)]
+        for factor in factors:
+            put(factor, T.float32(self.format.factor))
+        if self.format.storage.block[1] and not self.format.storage.whole:
+            return [factor[0] for factor in factors] if self.format.factor != 1 else None
+        for segment in self.segments:
+            with T.If(T.And(tile >= segment.first, tile < segment.first + segment.tiles)), T.Then():
+                row = T.min(self._column(segment, tile, group), T.int32(segment.projection.columns - 1))
+                for factor, scales in zip(factors, segment.projection.scales, strict=True):
+                    put(factor, of_row(scales, hold(row, "int32")) * T.float32(self.format.factor))
+        return [factor[0] for factor in factors]
+
+    def _merge_together(self, state: Best) -> None:
+        """Bests of one row that threads of different groups keep, into that of the first group's."""
+        cut = self.cut
+        lines = cut.together * cut.rows
+        do(T.cuda.cta_sync())  # the last sums have been read
+        with T.If(T.And(self.at.lane % 16 < 1, self.thread < lines * 16)), T.Then():
+            for part, value in enumerate((state.best, state.index, state.total)):
+                bits = value[0] if part != 1 else T.reinterpret("float32", value[0])
+                T.buffer_store(self.shared, bits, [0, 0, part * lines + T.floordiv(self.thread, 16)])
+        do(T.cuda.cta_sync())
+        with T.If(self.thread < cut.rows * 16), T.Then():
+            for more in range(1, cut.together):
+                best, index, total = (
+                    hold(self.shared[0, 0, part * lines + more * cut.rows + T.floordiv(self.thread, 16)]) for part in range(3)
+                )
+                state.merge(best, T.reinterpret("int32", index), total)
+
     def _finish(self, tile: Any, group: int, sums: list[Any], partial: Any, state: Best | None, logits: Any) -> None:
-        row = hold(T.floordiv(self.thread, self.width), "int32")
+        row = hold(self._line()[1], "int32")
         before = 0
         for segment in self.segments:
             mine = T.And(tile >= segment.first, tile < segment.first + segment.tiles)
             with T.If(mine), T.Then():
-                column = (tile - segment.first) * (self.width * self.cut.groups) + group * self.width + self.thread % self.width
-                column = hold(column, "int32")
+                column = hold(self._column(segment, tile, group), "int32")
                 columns = segment.projection.columns
                 with T.If(column < columns), T.Then():
                     if state is not None:
@@ -277,20 +412,40 @@ class Stream:
 
     def _load_x(self) -> None:
         cut = self.cut
-        self.fragments = register("uint32", cut.row_blocks * cut.steps * 4, "x")
+        self.each = cut.step // 8  # words of a lane's x in a step
+        self.fragments = register("uint32", cut.row_blocks * cut.steps * self.each, "x")
         for block in range(cut.row_blocks):
             row = T.min(block * 8 + T.floordiv(self.at.lane, 4), T.int32(cut.rows - 1))
             for step in range(cut.steps):
-                words = [self.fragments[(block * cut.steps + step) * 4 + i] for i in range(4)]
-                do(T.ptx["ld.global.v4.b32"](*words, self.x.ptr_to([row, self.word + step * cut.warps * 16])))
+                x = self._x(block, step)
+                for first in range(0, self.each, 4):
+                    do(T.ptx["ld.global.v4.b32"](*x[first : first + 4], self.x.ptr_to([row, self._x_word(step, first)])))
+
+    def _x(self, block: int, step: int) -> list[Any]:
+        """The lane's words of 8 rows of x that go with a step's weights."""
+        return [self.fragments[(block * self.cut.steps + step) * self.each + i] for i in range(self.each)]
+
+    def _x_word(self, step: int, word: int) -> Any:
+        return self.word + (step * self.cut.warps * (self.cut.step // 2) + word)
+
+    def _order_x(self) -> None:
+        """Bring x to the order in which weights are decoded."""
+        if self.format.storage is None:
+            return
+        each = self.format.columns // 2
+        for first in range(0, self.cut.row_blocks * self.cut.steps * self.each, each):
+            for index, pair in enumerate(self.format.order([self.fragments[first + i] for i in range(each)])):
+                put(self.fragments, pair, first + index)
 
     def _norm_weights(self) -> Any:
         if self.norm is None:
             return None
-        weights = register("uint32", self.cut.steps * 4, "norm_weights")
+        each = self.cut.step // 8
+        weights = register("uint32", self.cut.steps * each, "norm_weights")
         for step in range(self.cut.steps):
-            words = [weights[step * 4 + i] for i in range(4)]
-            do(T.ptx["ld.global.nc.v4.b32"](*words, self.norm.weight.ptr_to([self.word + step * self.cut.warps * 16])))
+            for first in range(0, each, 4):
+                words = [weights[step * each + first + i] for i in range(4)]
+                do(T.ptx["ld.global.nc.v4.b32"](*words, self.norm.weight.ptr_to([self._x_word(step, first)])))
         return weights
 
     def _fold_norm(self, weights: Any) -> Any:
@@ -305,15 +460,15 @@ class Stream:
             zeros(sums, 4)
             c = [sums[i] for i in range(4)]
             for step in range(cut.steps):
-                x = [self.fragments[(block * cut.steps + step) * 4 + i] for i in range(4)]
-                for low, high in ((0, 1), (2, 3)):
+                x = self._x(block, step)
+                for low, high in ((i, i + 1) for i in range(0, self.each, 2)):
                     do(T.ptx[self.mma](*c, x[low], T.uint32(0), x[high], T.uint32(0), x[low], x[high], *c))
             for odd in range(2):
                 with T.If(T.EQ(T.floordiv(at.lane, 4), at.lane % 4 * 2 + odd)), T.Then():
                     T.buffer_store(self.squares, sums[odd], [at.warp, block * 8 + T.floordiv(at.lane, 4)])
         for block in range(cut.row_blocks):
-            for index in range(cut.steps * 4):
-                x = self.fragments[block * cut.steps * 4 + index]
+            for index in range(cut.steps * self.each):
+                x = self.fragments[block * cut.steps * self.each + index]
                 if norm.zero_centred:
                     do(T.ptx[f"fma.rn.{self.kind}x2"](x, x, weights[index], x))
                 elif self.kind == "f16" or architecture_of(self.env.plan).multiply:
@@ -321,7 +476,7 @@ class Stream:
                 else:  # x * w + -0 is x * w, zeros included
                     do(T.ptx["fma.rn.bf16x2"](x, x, weights[index], T.uint32(0x80008000)))
         do(T.cuda.cta_sync())
-        return self._inverse(T.min(T.floordiv(self.thread, self.width), T.int32(cut.rows - 1)))
+        return self._inverse(T.min(self._line()[1], T.int32(cut.rows - 1)))
 
     def _inverse(self, row: Any) -> Any:
         assert self.norm is not None

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...circuit.ir import Node
 from ...circuit.types import TensorType
 from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, within
-from .architectures import architecture_of, fitting
-from .epilogue import Epilogue, meeting, refuse_epilogue
+from .architectures import ARCHITECTURES, DEFAULT, architecture_of, fitting
+from .epilogue import meeting, refuse_epilogue
+from .formats import Format
 from .plain import Projection, emit_top1_final
 from .row_program import Evaluator, Place, for_each, sinks_of
 from .shared import (
     PROLOGUE_WARPS,
     emit_prologue,
+    format_of,
     logits_of,
     partial_scratch,
     partials_of,
+    projection_of,
+    projections_of,
     prologue_scratch,
     refuse_dtypes,
     refuse_meeting,
     refuse_prologue,
+    refuse_quantised,
     refuse_top1,
 )
 from .stream import Geometry, Norm, Stream, emit_add_parts, geometry, tiles_of
@@ -53,32 +58,63 @@ def cut_of(plan: Plan, group: Group, params: StreamParams) -> Geometry | str:
         blocks = architecture_of(plan).processors // parts
         return math.inf if None in tiles else -(-sum(count or 0 for count in tiles) // blocks) * groups
 
-    cuts = [
-        geometry(plan.rows, columns, warps, stages, params.k_parts, params.registers, work)
-        for warps in (params.warps, -(-params.warps // 2))
-        for stages in range(params.stages, 3, -1)
-    ]
-    sizes = [cut for cut in cuts if isinstance(cut, Geometry)]
-    return cuts[0] if isinstance(cuts[0], str) else fitting(plan, sizes, lambda cut: cut.shared_bytes)
+    format = format_of(plan, group)
+
+    def cut(warps: int, stages: int) -> Geometry | str:
+        return geometry(plan.rows, columns, warps, stages, params.k_parts, params.registers, work, format)
+
+    if format.storage is None:
+        cuts = [cut(warps, n) for warps in (params.warps, -(-params.warps // 2)) for n in range(params.stages, 3, -1)]
+        sizes = [one for one in cuts if isinstance(one, Geometry)]
+        return cuts[0] if isinstance(cuts[0], str) else fitting(plan, sizes, lambda one: one.shared_bytes)
+    # A step of so many columns divides fewer numbers of them: then fewer warps have longer rings.
+    tried = [(params.warps // less, params.stages * less) for less in (1, 2, 4) if params.warps % less == 0]
+    cuts = [cut(warps, n) for warps, stages in tried for n in range(min(stages, 16), 3, -1)]
+    sizes = [one for some in cuts if isinstance(some, Geometry) for one in shared_together(some, 16 // len(anchors[0]))]
+    sizes = [one for one in sizes if one.shared_bytes <= ARCHITECTURES[DEFAULT].shared_bytes]
+    return fitting(plan, sizes, lambda one: one.shared_bytes) if sizes else str(cuts[0])
+
+
+def shared_together(cut: Geometry, width: int) -> list[Geometry]:
+    """The cut with as many row groups shared together as there are threads and steps for, and with fewer: in a group of
+    quantised weights there is little to do between two barriers."""
+    fits = [n for n in (8, 4, 2) if cut.groups % n == 0 and cut.steps * n <= 8 and cut.rows * width * n <= cut.warps * 32]
+    return [replace(cut, together=n) for n in (*fits, 1)]
 
 
 def refuse_stream(plan: Plan, group: Group, params: StreamParams) -> str | None:
     """Why the tensor cores cannot take this group's products, or None."""
     types = plan.circuit.types
-    reason = refuse_dtypes(plan, group) or refuse_meeting(group) or refuse_prologue(plan, group)
+    reason = refuse_quantised(plan, group) or refuse_dtypes(plan, group) or refuse_meeting(group) or refuse_prologue(plan, group)
     if reason:
         return reason
-    cut = cut_of(plan, group, params)
+    format = format_of(plan, group)
+    cut = format.refuse() or cut_of(plan, group, params)
     if isinstance(cut, str):
         return cut
     width = 16 // len(meeting(group)[0][0])
     for anchor in group.anchors:
         if tiles_of(int(types[anchor.inputs[1]].shape[0]), width, cut.groups) is None:  # type: ignore[union-attr]
             return f"{types[anchor.inputs[1]].shape[0]} weight rows do not split into tiles of {width * cut.groups}"  # type: ignore[union-attr]
+    if cut.scales and refuse_blocks(format, cut, width):
+        return refuse_blocks(format, cut, width)
     if cut.rows * width > cut.warps * 32:
         return f"{cut.rows} rows need {cut.rows * width} finishing threads"
     if cut.shared_bytes > architecture_of(plan).shared_bytes:
         return f"needs {cut.shared_bytes} B of shared memory"
+    return None
+
+
+def refuse_blocks(format: Format, cut: Geometry, width: int) -> str | None:
+    """Why the stream's steps and tiles do not match the blocks that share a scale, or None."""
+    assert format.storage is not None
+    high = format.storage.block[0]
+    if format.scaled == "sums" and format.scale_columns % cut.step:
+        return f"scales of {format.storage} change within a step of {cut.step} columns"
+    if cut.warps * cut.step % format.scale_columns:
+        return f"scales of {format.storage} do not divide {cut.warps} steps of {cut.step} columns"
+    if high != 1 and (not high or high % (width * cut.groups)):
+        return f"scales of {format.storage} change within a tile of {width * cut.groups} weight rows"
     return None
 
 
@@ -93,8 +129,8 @@ def folded_norm(plan: Plan, group: Group, params: StreamParams) -> Node | None:
     return node if whole and len({types[name].dtype for name in (node.name, *node.inputs)}) == 1 else None  # type: ignore[union-attr]
 
 
-def norm_of(env: Any, group: Group, node: Node, warps: int) -> Norm:
-    crossing = sinks_of(env.plan, group, (node,))
+def norm_of(env: Any, node: Node, warps: int, stored: bool) -> Norm:
+    """stored: the normed rows are written, too."""
 
     def finish(row, thread, inverse):
         evaluator = Evaluator(env, (node,))
@@ -104,7 +140,7 @@ def norm_of(env: Any, group: Group, node: Node, warps: int) -> Norm:
         for_each(columns, thread, warps * 32, lambda c: store(target, [row, c], evaluator.at(node.name, Place(row, 0, c))))
 
     return Norm(
-        env.words(node.inputs[1]), float(node.attr["eps"]), node.attr["flavour"] == "zero_centred", finish if crossing else None
+        env.words(node.inputs[1]), float(node.attr["eps"]), node.attr["flavour"] == "zero_centred", finish if stored else None
     )
 
 
@@ -117,12 +153,14 @@ def stream_of(env: Any, group: Group, params: StreamParams, projections: list[Pr
         emit_prologue(env, group, PROLOGUE_WARPS)
     source = group.anchors[0].inputs[0] if node is None else node.inputs[0]
     kind = env.plan.circuit.types[source].dtype
-    return Stream(env, cut, env.words(source), kind, projections, norm_of(env, group, node, cut.warps) if node else None)
+    norm = norm_of(env, node, cut.warps, bool(sinks_of(env.plan, group, (node,)))) if node else None
+    return Stream(env, cut, env.words(source), kind, projections, norm)
 
 
 @kernel
 class LinearStream(Kernel):
-    """Projections of few rows in bf16 or f16: weights streamed once through tensor cores, norm and epilogue inside."""
+    """Projections of few rows in bf16 or f16: weights, quantised ones as they are stored, streamed once through tensor cores,
+    norm and epilogue inside."""
 
     name = "cuda.linear_stream"
     patterns = ("project", "gated")
@@ -144,10 +182,7 @@ class LinearStream(Kernel):
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
-        projections = [
-            Projection(tuple(env.words(anchor.inputs[1]) for anchor in anchors), Epilogue(env, group, anchors, nodes))
-            for anchors, nodes in meeting(group)
-        ]
+        projections = projections_of(env, group)
         stream = stream_of(env, group, params, projections)
         if stream.cut.k_parts == 1:
             stream.emit()
@@ -159,7 +194,7 @@ class LinearStream(Kernel):
 
 @kernel
 class Top1Stream(Kernel):
-    """lm_head, top-1 and log-probability of few rows in bf16 or f16; every block keeps the best of its columns."""
+    """lm_head, quantised or not, top-1 and log-probability of few rows in bf16 or f16; a block keeps the best of its columns."""
 
     name = "cuda.top1_stream"
     patterns = ("head",)
@@ -181,7 +216,7 @@ class Top1Stream(Kernel):
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
         (linear,), (top1,) = group.anchors, group.epilogue
-        stream = stream_of(env, group, params, [Projection((env.words(linear.inputs[1]),), lambda *_: None)])
+        stream = stream_of(env, group, params, [projection_of(env, [linear], lambda *_: None)])
         partials = partials_of(env)
         stream.emit(best=partials, logits=logits_of(env, group))
         emit_top1_final(env, partials, *(env.buffer(value.name) for value in top1.outputs))

@@ -8,12 +8,13 @@ from typing import Any
 
 from ...plan.fuse import CACHE, ROWS
 from ...plan.ir import Group, Plan, Scratch
-from ..base import Kernel, kernel, within
+from ..base import Kernel, kernel, refuse_packed, within
 from .architectures import architecture_of, fitting
 from .attention import emit_combine, emit_plain_attention
-from .epilogue import Epilogue, meeting, refuse_epilogue
+from .epilogue import refuse_epilogue
+from .experts_templates import MixturePlain, MixtureStream
 from .paged import CLUSTER, PagedAttention, shared_bytes
-from .plain import WARPS, Projection, emit_plain, emit_plain_top1, emit_top1_final
+from .plain import WARPS, emit_plain, emit_plain_top1, emit_top1_final
 from .row_program import emit_rows, refuse_rows, sinks_of
 from .shared import (
     attend_end,
@@ -24,10 +25,13 @@ from .shared import (
     logits_of,
     partial_scratch,
     partials_of,
+    projection_of,
+    projections_of,
     prologue_scratch,
     query_of,
     refuse_attend,
     refuse_prologue,
+    refuse_quantised,
     refuse_top1,
 )
 from .stream_templates import LinearStream, Top1Stream
@@ -39,6 +43,8 @@ __all__ = [
     "LinearPlain",
     "LinearStream",
     "LinearTiles",
+    "MixturePlain",
+    "MixtureStream",
     "Rows",
     "Top1Plain",
     "Top1Stream",
@@ -62,7 +68,7 @@ class Rows(Kernel):
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
-        return refuse_rows(plan, group.nodes, sinks_of(plan, group, group.nodes))
+        return refuse_packed(plan, group) or refuse_rows(plan, group.nodes, sinks_of(plan, group, group.nodes))
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
@@ -85,7 +91,7 @@ class LinearPlain(Kernel):
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
-        return refuse_prologue(plan, group) or refuse_epilogue(plan, group)
+        return refuse_quantised(plan, group) or refuse_prologue(plan, group) or refuse_epilogue(plan, group)
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
@@ -94,12 +100,8 @@ class LinearPlain(Kernel):
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
         emit_prologue(env, group, params.warps)
-        projections = [
-            Projection(tuple(env.buffer(anchor.inputs[1]) for anchor in anchors), Epilogue(env, group, anchors, nodes))
-            for anchors, nodes in meeting(group)
-        ]
         x = env.flat(group.anchors[0].inputs[0])
-        emit_plain(env, x, projections, blocks_per_processor=params.blocks_per_processor)
+        emit_plain(env, x, projections_of(env, group, words=False), blocks_per_processor=params.blocks_per_processor)
 
 
 @kernel
@@ -118,7 +120,7 @@ class Top1Plain(Kernel):
 
     @staticmethod
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
-        return refuse_prologue(plan, group) or refuse_top1(group)
+        return refuse_quantised(plan, group) or refuse_prologue(plan, group) or refuse_top1(group)
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
@@ -131,7 +133,8 @@ class Top1Plain(Kernel):
         emit_prologue(env, group, params.warps)
         (linear,), (top1,) = group.anchors, group.epilogue
         partials = partials_of(env)
-        emit_plain_top1(env, env.flat(linear.inputs[0]), env.buffer(linear.inputs[1]), logits_of(env, group), partials)
+        head = projection_of(env, [linear], lambda *_: None, words=False)
+        emit_plain_top1(env, env.flat(linear.inputs[0]), head, logits_of(env, group), partials)
         emit_top1_final(env, partials, *(env.buffer(value.name) for value in top1.outputs))
 
 

@@ -62,9 +62,8 @@ class Tiles:
             pool = SMEMPool()
             memory = pool.alloc((tile.shared_bytes // 4,), "uint32", align=128)
             pool.commit()
-            view = T.decl_buffer
-            self.ring = view((tile.stages, tile.rows + tile.weights, 8, 4), "uint32", data=memory.data, scope="shared.dyn")
-            self.results = view((tile.rows, tile.weights + 4), "float32", data=memory.data, scope="shared.dyn")
+            self._declare(memory)
+            self.results = T.decl_buffer((tile.rows, tile.weights + 4), "float32", data=memory.data, scope="shared.dyn")
             # Row tiles of the same weights run side by side: weights are read from memory once.
             self.first_row = hold(T.floormod(at.block, self.row_tiles) * tile.rows, "int32")
             self.place = hold(T.floordiv(at.block, self.row_tiles), "int32")
@@ -77,6 +76,11 @@ class Tiles:
                 self._keep_best(best, logits)
 
     # -- the ring ----------------------------------------------------------------------------------------------
+
+    def _declare(self, memory: Any) -> None:
+        """Views of shared memory."""
+        shape = (self.tile.stages, self.tile.rows + self.tile.weights, 8, 4)
+        self.ring = T.decl_buffer(shape, "uint32", data=memory.data, scope="shared.dyn")
 
     def _find_sources(self) -> None:
         """Addresses of the chunks that this thread copies in every stage: one chunk column of every 32nd row."""
@@ -127,25 +131,34 @@ class Tiles:
         put(slot, T.int32(0))
         with T.serial(0, self.depth // DEPTH) as stage:
             do(T.ptx.cp.async_.wait_group(stages - 2))
+            self._ready(stage, slot[0])
             do(T.cuda.cta_sync())
             behind = hold(T.Select(T.EQ(slot[0], 0), T.int32(stages - 1), slot[0] - 1), "int32")
             self._copy(stage + (stages - 1), behind)
             for step in range(DEPTH // 16):
-                self._step(slot[0], step)
+                self._step(stage, slot[0], step)
             put(slot, T.Select(T.EQ(slot[0], stages - 1), T.int32(0), slot[0] + 1))
         do(T.ptx.cp.async_.wait_group(0))
         do(T.cuda.cta_sync())
 
-    def _step(self, slot: Any, step: int) -> None:
+    def _ready(self, stage: Any, slot: Any) -> None:
+        """What a thread does with its own copies of a stage before all threads use them."""
+
+    def _weights(self, stage: Any, slot: Any) -> tuple[Any, Any, int]:
+        """(buffer, slot, first line) of a stage's weights."""
+        return self.ring, slot, self.tile.rows
+
+    def _step(self, stage: Any, slot: Any, step: int) -> None:
         """16 columns: fragments of x by 16 rows and of weights by 16, and their products."""
         (m, n), lane = self.parts, self.at.lane
         x, w = register("uint32", m * 4, "x"), register("uint32", n * 4, "weights")
         for i in range(m):
             line = self._row_start() + i * 16 + lane % 16
-            self._load(x, i, slot, line, step * 2 + T.floordiv(lane, 16))
+            self._load(x, i, self.ring, slot, line, step * 2 + T.floordiv(lane, 16))
+        weights, place, first = self._weights(stage, slot)
         for j in range(n):
-            line = self.tile.rows + self._column_start() + j * 16 + T.floordiv(lane, 16) * 8 + lane % 8
-            self._load(w, j, slot, line, step * 2 + T.floormod(T.floordiv(lane, 8), 2))
+            line = first + self._column_start() + j * 16 + T.floordiv(lane, 16) * 8 + lane % 8
+            self._load(w, j, weights, place, line, step * 2 + T.floormod(T.floordiv(lane, 8), 2))
         for i in range(m):
             for j in range(n):
                 for half in range(2):
@@ -153,9 +166,9 @@ class Tiles:
                     a = [x[i * 4 + k] for k in range(4)]
                     do(T.ptx[self.mma](*c, *a, w[j * 4 + half * 2], w[j * 4 + half * 2 + 1], *c))
 
-    def _load(self, target: Any, index: int, slot: Any, line: Any, chunk: Any) -> None:
+    def _load(self, target: Any, index: int, buffer: Any, slot: Any, line: Any, chunk: Any) -> None:
         place = [slot, line, T.bitwise_xor(chunk, T.bitwise_and(line, 7)), 0]
-        do(T.ptx[LOAD](*(target[index * 4 + i] for i in range(4)), self.ring.ptr_to(place)))
+        do(T.ptx[LOAD](*(target[index * 4 + i] for i in range(4)), buffer.ptr_to(place)))
 
     def _row_start(self) -> Any:
         return T.floordiv(self.at.warp, WARPS[1]) * (self.tile.rows // WARPS[0])
@@ -164,6 +177,10 @@ class Tiles:
         return T.floormod(self.at.warp, WARPS[1]) * (self.tile.weights // WARPS[1])
 
     # -- results -----------------------------------------------------------------------------------------------
+
+    def _total(self, projection: Projection, matrix: int, column: Any, total: Any) -> Any:
+        """The finished sum of a weight row."""
+        return total
 
     def _share(self) -> None:
         (m, n), lane = self.parts, self.at.lane
@@ -187,13 +204,15 @@ class Tiles:
                     line, within = T.floordiv(element, self.width), T.floormod(element, self.width)
                     row, column = hold(self.first_row + line, "int32"), hold(start + within, "int32")
                     with T.If(T.And(row < self.rows, column < projection.columns)), T.Then():
-                        sums = [hold(self.results[line, within + matrix * self.width]) for matrix in range(self.matrices)]
+                        totals = [self.results[line, within + matrix * self.width] for matrix in range(self.matrices)]
+                        sums = [hold(self._total(projection, matrix, column, total)) for matrix, total in enumerate(totals)]
                         projection.finish(row, column, sums)
             first += count
 
     def _keep_best(self, best: Partials, logits: Any) -> None:
         """A warp a row of the tile."""
-        columns, warps = self.projections[0].columns, WARPS[0] * WARPS[1]
+        (head,) = self.projections
+        columns, warps = head.columns, WARPS[0] * WARPS[1]
         with T.serial(0, self.tile.rows // warps) as turn:
             line = hold(turn * warps + self.at.warp, "int32")
             row = T.min(self.first_row + line, T.int32(self.rows - 1))
@@ -202,7 +221,7 @@ class Tiles:
                 within = index * 32 + self.at.lane
                 column = hold(self.place * self.width + within, "int32")
                 with T.If(column < columns), T.Then():
-                    logits.take(state, row, column, self.results[line, within])
+                    logits.take(state, row, column, self._total(head, 0, column, self.results[line, within]))
             state.merge_lanes((16, 8, 4, 2, 1))
             with T.If(T.And(self.at.lane < 1, self.first_row + line < self.rows)), T.Then():
                 state.write(best, self.place, self.first_row + line)

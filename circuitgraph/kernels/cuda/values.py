@@ -15,6 +15,9 @@ from tvm.tirx.script import builder as T
 COPY = "cp.async.cg.shared.global.L2::128B"
 """The hint has L2 fetch whole lines of 128 bytes: worth 8 % of bandwidth on an H200."""
 
+COPY_WORD = "cp.async.ca.shared.global.L2::128B"
+"""Of 4 bytes. L1 keeps the line: the next words of it are copied soon."""
+
 LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
 LOG2_E = 1.4426950408889634
 LOWEST = -1e30
@@ -113,6 +116,11 @@ def from_lane_beside(part: Any, step: int) -> Any:
 def from_lane(value: Any, lane: Any, dtype: str) -> Any:
     """A value of another lane of the warp."""
     return hold(T.cuda.__shfl_sync(T.uint32(0xFFFFFFFF), value, lane, 32), dtype)
+
+
+def from_lane_before(value: Any, step: int, dtype: str) -> Any:
+    """A value of the lane `step` before this one; the first lanes get their own."""
+    return hold(T.cuda.__shfl_up_sync(T.uint32(0xFFFFFFFF), value, step, 32), dtype)
 
 
 def sigmoid(x: Any) -> Any:

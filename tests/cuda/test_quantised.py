@@ -1,0 +1,139 @@
+"""Quantised weights in CUDA plans: which kernels read them, and what is refused with which reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from circuitgraph.circuit.ir import Storage
+from circuitgraph.kernels.base import KERNELS, make_params
+from circuitgraph.kernels.cuda.formats import Format
+from circuitgraph.kernels.cuda.stream import Geometry, geometry
+from circuitgraph.kernels.cuda.stream_templates import cut_of
+from circuitgraph.language import Bindings, load_program, resolve
+from circuitgraph.pipeline import Run, plan_piece
+from circuitgraph.plan.schedule import load_schedule
+from tests.cuda.test_emit import ALIGNED, source_of
+
+RULES = load_schedule("cuda")
+SIZES = {**ALIGNED, "num_attention_heads": 16, "hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 2112}
+EVERY = tuple(Storage.parse(text) for text in ("fp8 per tensor", "fp8 per row", "fp8 128x128", "int8 per row", "nvfp4", "mxfp4"))
+
+
+def plan_of(storage, rows=2, act="bf16", entry="draft", **sizes):
+    """storage: a text for all products' weights, or one for each by name."""
+    circuit = resolve(load_program("mtp_dense"), Bindings({**SIZES, **sizes}, {}, act, act, act))
+    names = {node.inputs[1] for node in circuit.nodes if node.op == "linear"}
+    texts = storage if isinstance(storage, dict) else dict.fromkeys(names, storage)
+    circuit = circuit.with_storage({name: Storage.parse(text) for name, text in texts.items()})
+    return plan_piece(Run(), circuit, entry, rows, "cuda:sm_90a", RULES)
+
+
+def choices(plan):
+    """Weights of a group's products to the kernel, its refusals, and what it is called with."""
+    return {
+        tuple(anchor.inputs[1] for anchor in group.anchors): (choice, group)
+        for group, choice in zip(plan.groups, plan.choices, strict=True)
+        if group.anchors and group.anchors[0].op == "linear"
+    }
+
+
+def kernels(plan):
+    return {weights: choice.kernel for weights, (choice, _) in choices(plan).items()}
+
+
+@pytest.mark.parametrize("storage", EVERY, ids=str)
+@pytest.mark.parametrize(("rows", "kind"), [(1, "stream"), (16, "stream"), (33, "tiles"), (64, "tiles")])
+def test_every_storage_reaches_the_tensor_cores(storage, rows, kind):
+    assert set(kernels(plan_of(str(storage), rows)).values()) == {f"cuda.linear_{kind}", f"cuda.top1_{kind}"}
+
+
+@pytest.mark.parametrize("storage", EVERY, ids=str)
+def test_no_more_than_the_stored_bytes_is_read(storage):
+    plan = plan_of(str(storage))
+    bits = {"nvfp4": 4.5, "mxfp4": 4.25}.get(storage.format, 8)
+    for _, group in choices(plan).values():
+        for anchor in group.anchors:
+            columns, depth = plan.circuit.types[anchor.inputs[1]].shape
+            bytes = plan.circuit.stored_bytes(anchor.inputs[1])
+            assert columns * depth * bits / 8 <= bytes <= columns * depth * bits / 8 + 4 * columns
+            assert plan.cost(group, 1).bytes < plan.cost(group, 1).flops  # two rows: of bf16 weights it would be the other way
+
+
+def test_scales_and_bytes_are_arguments_and_words():
+    source = source_of(plan_of({"lm_head": "nvfp4", "fc": "fp8 per row"}))
+    for name, there in (("lm_head_scales", 1), ("lm_head_whole", 1), ("fc_scales", 1), ("fc_whole", 0), ("prmt", 1)):
+        assert (name in source) == there, name
+
+
+def test_siblings_of_other_storage_go_apart():
+    """A kernel reads one format. A gate whose partner is another launch's waits for it."""
+    names = {f"layer.attn.{name}_proj": text for name, text in (("q", "fp8 per row"), ("k", "fp8 per row"), ("v", "nvfp4"))}
+    plan = plan_of({**names, "layer.ffn.gate_proj": "fp8 per row"})
+    found = kernels(plan)
+    q, k, v = names
+    gate, up = "layer.ffn.gate_proj", "layer.ffn.up_proj"
+    assert found[q, k] == found[v,] == found[gate,] == found[up,] == "cuda.linear_stream"
+    order = [anchor.inputs[1] for group in plan.groups for anchor in group.anchors if anchor.op == "linear"]
+    assert order.index(up) < order.index(gate)
+    alike = plan_of({**dict.fromkeys(names, "nvfp4"), gate: "mxfp4", up: "mxfp4"})
+    assert {(q, k, v), (gate, up)} <= kernels(alike).keys()
+
+
+@pytest.mark.parametrize(
+    ("storage", "more", "rows", "reason"),
+    [
+        ("int8 128x32", {}, 2, "scales of int8 128x32 change within a step of 64 columns"),
+        ("int8 0x128", {}, 2, "scales of int8 0x128 change within a tile of"),
+        ("int8 48x128", {}, 2, "scales of int8 48x128 change within a tile of"),
+        ("int8 128x192", {}, 2, "scales of int8 128x192 do not divide 16 steps of 64 columns"),
+        ("mxfp4", {"act": "f16"}, 2, "f16 does not hold the scales of mxfp4"),
+        ("mxfp4", {"act": "f16"}, 33, "f16 does not hold the scales of mxfp4"),
+        ("nvfp4", {"intermediate_size": 96}, 2, "96 columns do not split into steps"),
+        ("mxfp4", {"intermediate_size": 64}, 33, "64 columns are no whole number of words of scales"),
+        ("int8 8x8", {}, 33, "scales of int8 8x8 change within 16 columns"),
+    ],
+)
+def test_what_tensor_cores_refuse_runs_on_the_plain_kernel(storage, more, rows, reason):
+    found = choices(plan_of({"layer.ffn.down_proj": storage}, rows, **more))
+    choice, _ = found["layer.ffn.down_proj",]
+    assert choice.kernel == "cuda.linear_plain"
+    assert any(reason in said for _, said in choice.refusals), choice.refusals
+
+
+def test_fp32_activations_read_bytes_on_the_plain_kernel():
+    assert set(kernels(plan_of("fp8 128x128", act="f32")).values()) == {"cuda.linear_plain", "cuda.top1_plain"}
+
+
+@pytest.mark.parametrize(
+    ("storage", "rows", "columns", "expected"),
+    [
+        ("fp8 per row", 1, 4096, (64, 1, 4, 2, 8)),
+        ("fp8 128x128", 8, 12288, (64, 1, 12, 1, 6)),
+        ("nvfp4", 1, 4096, (128, 1, 2, 4, 8)),
+        ("mxfp4", 16, 12288, (128, 3, 2, 4, 8)),
+        ("nvfp4", 1, 1024, "do not split into steps of 2048"),
+    ],
+)
+def test_geometry(storage, rows, columns, expected):
+    format = Format("bf16", Storage.parse(storage))
+    cut = geometry(rows, columns, warps=16, stages=8, k_parts=0, registers=64 if rows > 8 else 96, format=format)
+    if isinstance(cut, Geometry):
+        assert (cut.step, cut.k_parts, cut.steps, cut.groups, cut.stages) == expected
+        assert cut.scales == ("row" not in storage)
+    else:
+        assert expected in cut
+
+
+def test_short_groups_are_shared_together_where_there_is_room():
+    """As many as threads finish at once; and fewer warps where columns are few."""
+
+    def cut(rows, **sizes):
+        plan = plan_of("nvfp4", rows, **sizes)
+        choice, group = choices(plan)["lm_head",]
+        found = cut_of(plan, group, make_params(KERNELS[choice.kernel], dict(choice.params), "here"))
+        return found.warps, found.steps, found.together
+
+    large = {"hidden_size": 4096, "vocab_size": 151936}
+    assert cut(8, **large) == (16, 2, 4)
+    assert cut(16, **large) == (16, 2, 2)
+    assert cut(8)[:2] == (8, 1)
