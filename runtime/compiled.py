@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,6 +118,11 @@ class CompiledRunner(DraftRunner):
     @property
     def block_size(self) -> int | None:
         return self._block_size
+
+    @cached_property
+    def vocab_size(self) -> int:
+        # Without an embedding, a head may score some of the target's tokens alone.
+        return super().vocab_size if self.embed_size else self.manifest.model.vocab_size
 
     def serves(self, n: int, *, masked: bool = False) -> str | None:
         return self._path(self._entry(masked=masked), n)

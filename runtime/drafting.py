@@ -8,9 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from circuitgraph.ops import OpContext
-from circuitgraph.ops.linear import MaskedTop1
-
 from .batch import Batch
 from .grammar import Grammars
 from .proposer import Hiddens
@@ -161,11 +158,10 @@ def _chained(batch: Batch, call: Call, made: Drafted) -> Step:
 def _scored(batch: Batch, call: Call) -> Step:
     """All are chosen from scores that one forward gave, under a mask each."""
     scores = batch.scores(call.tokens, call.hiddens, call.positions, call.states, call.counts)
-    context = OpContext(batch.runner.circuit.act)
 
     def draft(step: int, going: list[int], allowed: torch.Tensor | None) -> DraftChain:
         assert allowed is not None, "without masks they come as drafts"
-        drafts, logprobs = MaskedTop1.reference([scores[going, step], allowed], {}, context)
+        drafts, logprobs = batch.runner.pick(scores[going, step], allowed)
         return DraftChain(drafts[:, None], logprobs[:, None], scores)
 
     return draft

@@ -287,19 +287,16 @@ class DraftRunner(abc.ABC):
     @cached_property
     def mask_words(self) -> int | None:
         """32-bit words of a grammar's mask, which is in the target's ids; None when the circuit takes none."""
-        if self.kind.at_once or (self._own_ids and self.circuit_words):
+        words = next((int(item.type.shape[1]) for item in self.circuit.inputs if item.name == "allowed"), None)
+        if self.kind.at_once or (words is not None and own_ids.takes_own_masks(self.circuit)):
             return -(-self.vocab_size // own_ids.BITS)
-        return self.circuit_words
+        return words
 
-    @cached_property
-    def circuit_words(self) -> int | None:
-        """32-bit words of the mask that the circuit takes, in ids of its own."""
-        return next((int(item.type.shape[1]) for item in self.circuit.inputs if item.name == "allowed"), None)
-
-    @cached_property
-    def _own_ids(self) -> str | None:
-        """The weight that maps a vocabulary of the drafter's own to the target's ids."""
-        return own_ids.map_of(self.circuit)
+    @property
+    def _offsets(self) -> torch.Tensor | None:
+        """What maps a vocabulary of the drafter's own to the target's ids."""
+        name = own_ids.map_of(self.circuit)
+        return None if name is None else self.weights[name]
 
     def _entry(self, *, masked: bool = False, recycled: bool = False, logits: bool = False) -> str:
         """The entry of a step. Those of a first step are named apart where a target's hidden is another tensor."""
@@ -451,12 +448,17 @@ class DraftRunner(abc.ABC):
         kv: Caches,
         slots: torch.Tensor,
     ) -> torch.Tensor:
-        """As `chain`, of a drafter whose drafts come all at once: act[n, steps, V]; a mask picks from it (`masked_top1`)."""
+        """As `chain`, of a drafter whose drafts come all at once: act[n, steps, V], of which `pick` takes what masks allow."""
         return self._at_once("logits", steps, token, hidden, position, kv, slots)["logits"]
+
+    @no_autograd()
+    def pick(self, scores: torch.Tensor, allowed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(drafts int32[n], logprobs f32[n]) of one draft position's scores [n, V], under masks int32[n, mask_words]."""
+        return own_ids.best_allowed(scores, allowed, self._offsets)
 
     def _chain_at_once(self, steps, token, hidden, position, kv: Caches, slots, allowed) -> DraftChain:
         if allowed is not None:
-            hint = "Take `scores`, and `masked_top1` of each draft's."
+            hint = "Take `scores`, and `pick` of each draft's."
             raise RuntimeUseError(Fault("takes no mask", where=self.circuit.name, subject="allowed", hint=hint))
         made = self._at_once("draft", steps, token, hidden, position, kv, slots)
         drafts, logprobs = made["draft"], made["logprob"]
@@ -566,10 +568,12 @@ class DraftRunner(abc.ABC):
 
     def _own_mask(self, allowed: torch.Tensor) -> torch.Tensor:
         """A mask as the circuit takes it: in ids of its own, where it has such."""
-        if self._own_ids is None:
-            return allowed
-        offsets = self.weights[self._own_ids]
-        return own_ids.narrowed(allowed.to(offsets.device), offsets, self.circuit_words or 0)
+        offsets = self._offsets if self._takes_own_masks else None
+        return allowed if offsets is None else own_ids.narrowed(allowed.to(offsets.device), offsets)
+
+    @cached_property
+    def _takes_own_masks(self) -> bool:
+        return own_ids.takes_own_masks(self.circuit)
 
     def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
         fits = isinstance(tensor, torch.Tensor) and tensor.shape == shape and tensor.dtype == torch.int32

@@ -351,17 +351,18 @@ def test_a_map_that_leads_out_of_the_vocabulary_is_refused_at_load(own: int, off
         )
 
 
-@pytest.mark.parametrize("words", [6, 7])
-def test_masks_are_narrowed_bit_by_bit(words: int) -> None:
-    generator = torch.Generator().manual_seed(words)
-    offsets = torch.randperm(512, generator=generator)[:190].sort().values - torch.arange(190)
-    wide = torch.randint(-(2**31), 2**31, (3, 16), generator=generator).to(torch.int32)
-    narrow = own_ids.narrowed(wide, offsets, words)
-    assert (narrow.dtype, narrow.shape) == (torch.int32, (3, words))
-    for row in range(3):
-        bits = bits_of(narrow[row], words * 32)
-        assert torch.equal(bits[:190], bits_of(wide[row], 512)[torch.arange(190) + offsets])
-        assert not bits[190:].any()
+def test_scores_of_own_ids_are_picked_in_the_targets() -> None:
+    """A block drafter with a restricted head: masks and drafts are in the target's ids."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randperm(512, generator=generator)[:40].sort().values
+    scores = torch.randn(3, 40, generator=generator)
+    wide = torch.full((3, 512), -float("inf"))
+    wide[:, ids] = scores
+    allowed = torch.stack([words_of({int(token) for token in ids[row::3]} | {row}, 512) for row in range(3)])
+    drafts, logprobs = own_ids.best_allowed(scores, allowed, ids - torch.arange(40))
+    want = own_ids.best_allowed(wide, allowed, None)
+    assert torch.equal(drafts, want[0])
+    torch.testing.assert_close(logprobs, want[1])
 
 
 @pytest.mark.parametrize(("source", "named", "layers", "want"), [
