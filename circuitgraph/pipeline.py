@@ -149,7 +149,7 @@ def compile(
         model: the drafter's checkpoint folder, or a config.json (then the weights are random).
         out: the artifact folder to make; it must not exist unless `overwrite`.
         target: `cpu`, `cpu:portable`, `cpu:<mcpu>`, or `cuda:` and GPU architectures: `cuda:sm_90a`, `cuda:sm_80,sm_90a`.
-        widths: numbers of sequences to compile for; 1 is always added.
+        widths: numbers of sequences to compile for; 1 is always added. A block drafter's programs have a block for each.
         context_rows: chunk sizes for prefill and catch-up. Neither numbers exceed MAX_ROWS.
         entries: which entries; by default all that are not `on_request`.
         target_model: checkpoint folder of the target, where embed_tokens and lm_head are borrowed from.
@@ -319,7 +319,9 @@ def work_list(
         raise CircuitError(faults)
     pieces = []
     for name in wanted:
-        sizes = {1, *widths} if known[name].rows == "sequences" else set(context_rows)
+        sizes = set(context_rows) if known[name].rows == "context" else {1, *widths}
+        if known[name].rows == "block":
+            sizes = {rows * circuit.block_size for rows in sizes}
         pieces += [(name, rows) for rows in sorted(sizes)]
     return pieces
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -99,15 +100,35 @@ class Batch:
         allowed: torch.Tensor | None = None,
     ) -> DraftChain:
         """counts[i] drafts for states[i], whose rows have blocks already; `ahead` rows of this propose are written."""
-        steps = max(counts)
-        first = [state.rows + ahead for state in states]
-        rows = [self.pool.slots(s.lease, row, count) for s, row, count in zip(states, first, counts, strict=True)]
-        written = [row[step] if step < len(row) else -1 for step in range(steps) for row in rows]
-        slots = self.slot.fill(written).view(steps, len(states))
-        caches = self.caches(states, range(len(states)), [row + 1 for row in first], slots[0])
-        token, position = self.token.fill(tokens), self.position.fill(positions)
+        rows = self._rows(tokens, hiddens, positions, states, counts, ahead)
         masked = {} if allowed is None else {"allowed": allowed}
-        return self.runner.chain(steps, token, stacked([hiddens]), position, caches, slots, **masked)
+        recycled = {"recycled": True} if ahead else {}
+        return self.runner.chain(*rows, **masked, **recycled)
+
+    def scores(
+        self,
+        tokens: Sequence[int],
+        hiddens: Hiddens,
+        positions: Sequence[int],
+        states: Sequence[MtpProposerState],
+        counts: Sequence[int],
+    ) -> torch.Tensor:
+        """As `chain`, of a drafter whose drafts come all at once: what they are chosen from, [n, steps, V]."""
+        return self.runner.scores(*self._rows(tokens, hiddens, positions, states, counts, 0))
+
+    def _rows(self, tokens, hiddens, positions, states, counts, ahead: int) -> tuple[Any, ...]:
+        """The arguments of `DraftRunner.chain`."""
+        steps, kind, limit = max(counts), self.runner.kind, self.runner.max_position
+        first = [state.rows + ahead for state in states]
+        rows = [
+            self.pool.slots(state.lease, row, kind.writes(count, position, limit))
+            for state, row, count, position in zip(states, first, counts, positions, strict=True)
+        ]
+        depth = kind.slot_rows(steps)
+        written = [row[step] if step < len(row) else -1 for step in range(depth) for row in rows]
+        slots = self.slot.fill(written).view(depth, len(states))
+        caches = self.caches(states, range(len(states)), [row + 1 for row in first], slots[0]) if depth else {}
+        return steps, self.token.fill(tokens), stacked([hiddens]), self.position.fill(positions), caches, slots
 
     def launch(
         self,
@@ -121,6 +142,8 @@ class Batch:
     ) -> Callable[[], Drafts]:
         """As `chain`, not waited for: what is returned waits, and gives drafts and logprobs, one list a row, of which the
         first counts[i] mean something."""
+        if self.runner.kind.at_once:
+            return self.chain(tokens, hiddens, positions, states, counts).read
         before = [len(state.history.positions) for state in states]
         slots = [self.pool.slots(s.lease, row, count) for s, row, count in zip(states, before, counts, strict=True)]
         rows = ChainRows(tokens, positions, before, slots, [state.lease for state in states])

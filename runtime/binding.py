@@ -13,6 +13,7 @@ from circuitgraph.circuit.ir import Circuit
 from circuitgraph.errors import CheckpointError, Fault, RuntimeUseError, did_you_mean
 from circuitgraph.ops import DTYPE_NAMES, TORCH_DTYPES
 
+from . import own_ids
 from .arguments import device_of, of_kind, shown, whole
 from .rope import RopeSpec, rope_tables
 
@@ -99,7 +100,8 @@ def check_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], devic
     """The weights, after comparing each with the manifest.
 
     Raises:
-        RuntimeUseError: every one that is missing, unknown, or of another shape, dtype, layout or device.
+        RuntimeUseError: every one that is missing, unknown, or of another shape, dtype, layout or device; else a map of ids
+            that leads out of the vocabulary.
     """
     of_kind(weights, Mapping, "weights", manifest.program, "tensors by the circuit's names")
     tables = {value.name: value for table in manifest.circuit.tables for value in table.tensors()}
@@ -136,6 +138,9 @@ def check_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], devic
             expected = f"contiguous {dtype}[{', '.join(map(str, shape))}] on {device}"
             faults.append(Fault("does not fit", where=manifest.program, subject=name, expected=expected, got=got, hint=hint))
     if not faults:
+        name = own_ids.map_of(manifest.circuit)
+        fault = own_ids.fault_of(manifest.circuit, name, weights[name], manifest.model.vocab_size) if name else None
+        faults += [fault] if fault else []
         for table in manifest.circuit.tables:
             cos, sin = (weights[value.name] for value in table.tensors())
             if cos.shape != sin.shape:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from circuitgraph.ops import TORCH_DTYPES, PagedKV
 from .arguments import device_of, of_kind, shown, whole
 from .binding import check_weights
 from .cover import cover
-from .runner import Caches, DraftChain, DraftRunner, DraftStep, no_autograd
+from .runner import MASKED_OUTPUT, Caches, DraftChain, DraftRunner, no_autograd
 
 log = logging.getLogger("circuitgraph.runtime")
 
@@ -33,9 +34,6 @@ CHAIN_FUNCTIONS = ("circuitgraph_chain_begin", "circuitgraph_chain_end")
 _DTYPES = {**TORCH_DTYPES, "i8": torch.int8}
 _IDLE = {"slot": -1, "seq": 0, "length": 0}
 """How an idle row is addressed: it writes nowhere, and sees nothing of sequence 0."""
-MASKED = "draft_masked"
-"""The entry that drafts under a grammar's mask, and the prefix of its outputs' names: else they are as `draft`'s."""
-MASKED_OUTPUT = "masked_"
 
 
 class CompiledRunner(DraftRunner):
@@ -66,8 +64,9 @@ class CompiledRunner(DraftRunner):
         self.manifest = manifest
         self.circuit = manifest.circuit
         self.device = device_of(device, manifest.program)
+        self._known_widths: dict[str, tuple[int, ...]] = {}
         check_fallback(fallback)
-        if fallback == "single" and 1 not in manifest.widths("draft"):
+        if fallback == "single" and 1 not in self.widths:
             raise ArtifactError(Fault("has no one-row draft program, which fallback='single' needs", where=manifest.program))
         absent = sorted({function.symbol for function in manifest.functions.values()} - set(functions))
         if absent:
@@ -85,7 +84,6 @@ class CompiledRunner(DraftRunner):
             }
         self._block_size = _compiled_block_size(manifest)
         self._logged: set[tuple[str, int]] = set()
-        self._known_widths: dict[str, tuple[int, ...]] = {}
         self._bind()
 
     def _bind(self) -> None:
@@ -111,7 +109,7 @@ class CompiledRunner(DraftRunner):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        return self._widths("draft")
+        return self._widths(self._entry())
 
     @property
     def context_rows(self) -> tuple[int, ...]:
@@ -121,14 +119,28 @@ class CompiledRunner(DraftRunner):
     def block_size(self) -> int | None:
         return self._block_size
 
+    @cached_property
+    def vocab_size(self) -> int:
+        # Without an embedding, a head may score some of the target's tokens alone.
+        return super().vocab_size if self.embed_size else self.manifest.model.vocab_size
+
     def serves(self, n: int, *, masked: bool = False) -> str | None:
-        return self._path(MASKED if masked else "draft", n)
+        return self._path(self._entry(masked=masked), n)
 
     def _widths(self, entry: str) -> tuple[int, ...]:
-        """As the manifest's, which looks through all functions each time."""
+        """Sequences that programs of the entry serve: as the manifest's rows, which looks through all functions each time."""
         if entry not in self._known_widths:
-            self._known_widths[entry] = self.manifest.widths(entry)
+            group = self._group(entry)
+            widths = (rows // group for rows in self.manifest.widths(entry) if not rows % group)
+            if entry.startswith("first") and entry != "first_logits":  # a chain goes on from it
+                later = self.manifest.widths(entry.replace("first", "draft"))
+                widths = (rows for rows in widths if rows in later)
+            self._known_widths[entry] = tuple(widths)
         return self._known_widths[entry]
+
+    def _group(self, entry: str) -> int:
+        """Rows of a sequence in a call of `entry`."""
+        return self.circuit.block_size if self.circuit.entry(entry).rows == "block" else 1
 
     def _path(self, entry: str, n: int) -> str | None:
         widths = self._widths(entry)
@@ -140,43 +152,35 @@ class CompiledRunner(DraftRunner):
 
     # -- work --------------------------------------------------------------------------------------------------
 
-    @no_autograd()
-    def draft(self, token, hidden, position, kv) -> DraftStep:
-        n = self._check_rows(token, hidden, position, kv)
-        out = self._run_rows("draft", n, _Rows(token, hidden, position, kv))
-        return DraftStep(out["draft"], out["logprob"], out["next_hidden"])
-
-    @no_autograd()
-    def draft_masked(self, token, hidden, position, kv, allowed) -> DraftStep:
-        n = self._check_rows(token, hidden, position, kv)
-        self._check_allowed(allowed, n, needed=True)
-        out = self._run_rows(MASKED, n, _Rows(token, hidden, position, kv, allowed=allowed))
-        return DraftStep(out["draft"], out["logprob"], out["next_hidden"])
-
-    @no_autograd()
-    def logits(self, token, hidden, position, kv) -> tuple[torch.Tensor, torch.Tensor]:
-        n = self._check_rows(token, hidden, position, kv)
-        out = self._run_rows("logits", n, _Rows(token, hidden, position, kv))
-        return out["logits"], out["next_hidden"]
-
-    @no_autograd()
-    def context(self, token, hidden, position, kv) -> None:
-        n = self._check_rows(token, hidden, position, kv)
-        rows = _Rows(token, hidden, position, kv)
-        for program, first, count in self._parts("context", n):
+    def _run(self, entry: str, inputs: Mapping[str, torch.Tensor], kv: Caches) -> dict[str, torch.Tensor]:
+        rows = _Rows(inputs, kv)
+        n = rows.count // self._group(entry)
+        if entry != "context":
+            self._count(entry, n)
+        results: list[dict[str, torch.Tensor]] = []
+        for program, first, count in self._parts(entry, n):
             program.stage(rows, first, count)
             program.run()
+            results.append({name: tensor.clone() for name, tensor in program.outputs(count).items()})
+        if len(results) == 1:
+            return results[0]
+        return {name: torch.cat([part[name] for part in results]) for name in results[0]}
 
     @no_autograd()
-    def chain(self, steps, token, hidden, position, kv, slots, *, allowed=None) -> DraftChain:
-        n = self._check_rows(token, hidden, position, kv)
+    def chain(self, steps, token, hidden, position, kv, slots, *, allowed=None, recycled=False) -> DraftChain:
+        if self.kind.at_once:
+            return self._chain_at_once(steps, token, hidden, position, kv, slots, allowed)
+        n = self._check_rows(token, hidden, position, kv, recycled)
         self._check_allowed(allowed, n)
-        entry = "draft" if allowed is None else MASKED
+        entry = self._entry(masked=allowed is not None, recycled=recycled)
         ragged = self._check_chain(steps, n, position, slots, kv)
         drafts = torch.empty(n, steps, dtype=torch.int32, device=self.device)
         logprobs = torch.empty(n, steps, device=self.device)
-        next_hidden = torch.empty(n, self.hidden_size, dtype=TORCH_DTYPES[self.circuit.act], device=self.device)
-        rows = _Rows(token, hidden, position, kv, slots[0], allowed)
+        next_hidden = torch.empty(n, self.recycled_size, dtype=TORCH_DTYPES[self.circuit.act], device=self.device)
+        inputs = {"token": token, self._hidden_input(recycled): hidden, "position": position}
+        if allowed is not None:
+            inputs["allowed"] = self._own_mask(allowed)
+        rows = _Rows(inputs, kv, slots[0])
         self._count(entry, n)
         for program, first, count in self._parts(entry, n):
             last = first + count
@@ -185,7 +189,10 @@ class CompiledRunner(DraftRunner):
             program.stage(rows, first, count)
             for step, (draft, logprob) in enumerate(made):
                 if step:
-                    program.advance(count, written[step], written[step] < 0 if ragged else None)
+                    before, program = program, self._following(program)
+                    if program is not before:
+                        program.stage(rows, first, count)
+                    program.advance(before, count, written[step], written[step] < 0 if ragged else None)
                 program.run()
                 out = program.outputs(count)
                 draft.copy_(out["draft"])
@@ -197,30 +204,23 @@ class CompiledRunner(DraftRunner):
             logprobs.masked_fill_(stopped, float("nan"))
         return DraftChain(drafts, logprobs, next_hidden)
 
-    def _run_rows(self, entry: str, n: int, rows: _Rows) -> dict[str, torch.Tensor]:
-        results: list[dict[str, torch.Tensor]] = []
-        parts = list(self._parts(entry, n))
-        self._count(entry, n)
-        for program, first, count in parts:
-            program.stage(rows, first, count)
-            program.run()
-            results.append({name: tensor.clone() for name, tensor in program.outputs(count).items()})
-        if len(results) == 1:
-            return results[0]
-        return {name: torch.cat([part[name] for part in results]) for name in results[0]}
-
     def _parts(self, entry: str, n: int) -> Iterator[tuple[_Program, int, int]]:
-        """(program, first row, rows) that serve n rows of `entry`, in order."""
+        """(program, first row, rows) that serve n rows of `entry`, or n sequences of a block's, in order."""
         widths = self._widths(entry)
         if not widths:
             raise self._no_programs(entry)
         # Context rows are always chunked: the one-row fallback is about drafting.
         single = self.fallback == "single" and entry != "context" and n not in widths and 1 in widths
-        first = 0
+        first, group = 0, self._group(entry)
         for width in (1,) * n if single else cover(n, widths):
             count = min(width, n - first)
-            yield self._programs[entry, width], first, count
+            yield self._programs[entry, width * group], first * group, count * group
             first += count
+
+    def _following(self, program: _Program) -> _Program:
+        """What runs the step after one of `program`: itself, unless first steps are programs of their own."""
+        entry = program.spec.entry.replace("first", "draft")
+        return self._programs[entry, program.rows]
 
     def _no_programs(self, entry: str) -> RuntimeUseError:
         hint = f"It has: {', '.join(sorted({f.entry for f in self.manifest.functions.values()}))}."
@@ -242,12 +242,13 @@ class CompiledRunner(DraftRunner):
 class _Rows(NamedTuple):
     """The rows of one call. `slot`, where given, stands in for every cache's own."""
 
-    token: torch.Tensor
-    hidden: torch.Tensor
-    position: torch.Tensor
+    inputs: Mapping[str, torch.Tensor]
     kv: Caches
     slot: torch.Tensor | None = None
-    allowed: torch.Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return next(iter(self.inputs.values())).shape[0]
 
 
 class _Views(NamedTuple):
@@ -299,13 +300,14 @@ class _Program:
             self.args[index] = converted[name]
 
     def stage(self, rows: _Rows, first: int, count: int) -> None:
-        """Copy rows first..first+count-1 in, and rewrite the rows after them as idle."""
-        whole = count == rows.token.shape[0]
+        """Copy rows first..first+count-1 in, and rewrite the rows after them as idle. What a step before makes is not in them."""
+        whole = count == rows.count
         last = first + count
         views = self.views(count)
         for name, (real, idle) in views.inputs.items():
-            source = getattr(rows, name)
-            real.copy_(source if whole else source[first:last])
+            source = rows.inputs.get(name)
+            if source is not None:
+                real.copy_(source if whole else source[first:last])
             if count < self.rows:
                 idle.zero_()
         for state, parts in views.addressing.items():
@@ -323,11 +325,11 @@ class _Program:
                     self.args[index] = tvm_ffi.from_dlpack(tensor.detach())
             self._last[state] = cache
 
-    def advance(self, count: int, slot: torch.Tensor, stopped: torch.Tensor | None) -> None:
-        """Make the last call's results the next call's inputs, one position on. `stopped` rows see and write nothing."""
-        views = self.views(count)
-        views.inputs["token"][0].copy_(views.outputs["draft"])
-        views.inputs["hidden"][0].copy_(views.outputs["next_hidden"])
+    def advance(self, before: _Program, count: int, slot: torch.Tensor, stopped: torch.Tensor | None) -> None:
+        """Make the results of the call `before` the next call's inputs, one position on. `stopped` rows see and write nothing."""
+        views, made = self.views(count), before.outputs(count)
+        views.inputs["token"][0].copy_(made["draft"])
+        views.inputs["hidden"][0].copy_(made["next_hidden"])
         position = views.inputs["position"][0]
         position.add_(1)
         if stopped is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,17 +20,14 @@ import tvm_ffi
 
 from circuitgraph.artifact import Manifest, check_device
 from circuitgraph.errors import Fault, RuntimeUseError
-from circuitgraph.ops import TORCH_DTYPES, PagedKV
+from circuitgraph.ops import PagedKV
 
 from .arguments import shown
-from .compiled import CHAIN_FUNCTIONS, MASKED, MASKED_OUTPUT, CompiledRunner, _Program
-from .runner import Blocks, Caches, ChainRows, DraftChain, Drafts, DraftStep, no_autograd
-
-ADDRESSING = ("slot", "seq", "table", "start", "length")
-"""The integers of a `PagedKV`, in its own order."""
-
-RECORDING = threading.Lock()
-"""One graph of ours at a time is recorded in a process: torch's allocator takes part."""
+from .compiled import CHAIN_FUNCTIONS, CompiledRunner, _Program
+from .cuda_at_once import ADDRESSING, AtOnce, bucket
+from .kinds import Block
+from .recording import packed, record
+from .runner import MASKED, MASKED_OUTPUT, Blocks, Caches, ChainRows, DraftChain, Drafts, DraftStep, no_autograd
 
 MOST_GRAPHS = 64
 """Graphs kept per runner; beyond that the one that was used longest ago is dropped."""
@@ -74,9 +70,9 @@ class CudaRunner(CompiledRunner):
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         check_device(manifest, device, manifest.program)
-        self._graphs: OrderedDict[tuple, _Chain] = OrderedDict()
+        self._graphs: OrderedDict[tuple, _Chain | AtOnce] = OrderedDict()
         self._routes: dict[tuple, _Route] = {}
-        self.newest: _Chain | None = None
+        self.newest: _Chain | AtOnce | None = None
         """What ran last: `measure` times it."""
         # torch.cuda.graph would take a stream of whichever device was captured on first, and wait for the whole device.
         self.recorder = torch.cuda.Stream(device)
@@ -116,32 +112,33 @@ class CudaRunner(CompiledRunner):
     # -- work --------------------------------------------------------------------------------------------------
 
     @no_autograd()
-    def draft(self, token, hidden, position, kv) -> DraftStep:
-        self._check_rows(token, hidden, position, kv)
+    def draft(self, token, hidden, position, kv, *, recycled=False) -> DraftStep:
+        self._check_step(token, hidden, position, kv, recycled)
         if torch.cuda.is_current_stream_capturing() or len(kv) != 1:  # a graph has one slot per row for all states
             token, position, kv, _ = self._on_device(token, position, kv)
             with self._stream():
-                return super().draft(token, hidden, position, kv)
+                return super().draft(token, hidden, position, kv, recycled=recycled)
         slots = next(iter(kv.values())).slot[None]
-        return _only_step(self._replay(1, token, hidden, position, kv, slots, stops=False))
+        return _only_step(self._replay(1, token, hidden, position, kv, slots, stops=False, recycled=recycled))
 
     @no_autograd()
-    def draft_masked(self, token, hidden, position, kv, allowed) -> DraftStep:
-        n = self._check_rows(token, hidden, position, kv)
+    def draft_masked(self, token, hidden, position, kv, allowed, *, recycled=False) -> DraftStep:
+        n = self._check_step(token, hidden, position, kv, recycled)
         self._check_allowed(allowed, n, needed=True)
         if torch.cuda.is_current_stream_capturing() or len(kv) != 1:
             token, position, kv, _ = self._on_device(token, position, kv)
             with self._stream():
-                return super().draft_masked(token, hidden, position, kv, allowed)
+                return super().draft_masked(token, hidden, position, kv, allowed, recycled=recycled)
         slots = next(iter(kv.values())).slot[None]
-        return _only_step(self._replay(1, token, hidden, position, kv, slots, stops=False, allowed=allowed))
+        step = self._replay(1, token, hidden, position, kv, slots, stops=False, allowed=allowed, recycled=recycled)
+        return _only_step(step)
 
     @no_autograd()
-    def logits(self, token, hidden, position, kv) -> tuple[torch.Tensor, torch.Tensor]:
-        self._check_rows(token, hidden, position, kv)
+    def logits(self, token, hidden, position, kv, *, recycled=False) -> tuple[torch.Tensor, torch.Tensor]:
+        self._check_rows(token, hidden, position, kv, recycled)
         token, position, kv, _ = self._on_device(token, position, kv)
         with self._stream():
-            return super().logits(token, hidden, position, kv)
+            return super().logits(token, hidden, position, kv, recycled=recycled)
 
     @no_autograd()
     def context(self, token, hidden, position, kv) -> None:
@@ -151,15 +148,46 @@ class CudaRunner(CompiledRunner):
             super().context(token, hidden, position, kv)
 
     @no_autograd()
-    def chain(self, steps, token, hidden, position, kv, slots, *, allowed=None) -> DraftChain:
-        n = self._check_rows(token, hidden, position, kv)
+    def chain(self, steps, token, hidden, position, kv, slots, *, allowed=None, recycled=False) -> DraftChain:
+        if self.kind.at_once:
+            return self._chain_at_once(steps, token, hidden, position, kv, slots, allowed)
+        n = self._check_rows(token, hidden, position, kv, recycled)
         self._check_allowed(allowed, n)
         self._check_chain(steps, n, position, slots, kv)
         if torch.cuda.is_current_stream_capturing():
             token, position, kv, slots = self._on_device(token, position, kv, slots)
             with self._stream():
-                return super().chain(steps, token, hidden, position, kv, slots, allowed=allowed)
-        return self._replay(steps, token, hidden, position, kv, slots, stops=True, allowed=allowed)
+                return super().chain(steps, token, hidden, position, kv, slots, allowed=allowed, recycled=recycled)
+        return self._replay(steps, token, hidden, position, kv, slots, stops=True, allowed=allowed, recycled=recycled)
+
+    def _at_once(self, entry, steps, token, hidden, position, kv, slots) -> dict[str, torch.Tensor]:
+        if isinstance(self.kind, Block):
+            n = self._check_rows(token, hidden, position, kv)
+            self._check_block(self.kind, n, position, slots, kv)  # while integers of the host can be looked at
+        else:
+            self._check_hidden(hidden, hidden.shape[0])
+            kv, slots = {}, None
+        if torch.cuda.is_current_stream_capturing():
+            if slots is not None:
+                token, position, kv, slots = self._on_device(token, position, kv, slots)
+            return self._whole(entry, steps, token, hidden, position, kv, slots)
+        places = _places({name: (cache.k, cache.v) for name, cache in kv.items()})
+        key = (entry, steps, *AtOnce.key(hidden, kv, slots), places)
+        whole = self._graphs.get(key)
+        if whole is None:
+            call = functools.partial(self._whole, entry, steps)
+            whole = AtOnce(call, hidden, self.circuit.act, kv, slots, self.recorder)
+            self._keep(key, whole)
+        assert isinstance(whole, AtOnce)
+        if whole.newest is not None:  # what is not launched from here is not counted there
+            self._count(entry, hidden.shape[0])
+        self.newest = whole
+        with self._device():
+            return whole.run(token, hidden, position, kv, slots)
+
+    def _whole(self, entry: str, steps: int, token, hidden, position, kv: Caches, slots) -> dict[str, torch.Tensor]:
+        with self._stream():
+            return super()._at_once(entry, steps, token, hidden, position, kv, slots)
 
     @no_autograd()
     def start_chain(
@@ -173,9 +201,10 @@ class CudaRunner(CompiledRunner):
         if torch.cuda.is_current_stream_capturing():
             hint = "Capture `chain` instead, with integers on the device."
             raise RuntimeUseError(Fault("drafts cannot be read while a graph is captured", where=self.circuit.name, hint=hint))
-        entry, n = "draft" if allowed is None else MASKED, len(rows.tokens)
+        entry, n = self._entry(masked=allowed is not None), len(rows.tokens)
         self._check_hidden(hidden, n)
-        width = _bucket(max([len(blocks.blocks) for blocks in rows.blocks]))
+        allowed = None if allowed is None else self._own_mask(allowed)
+        width = bucket(max([len(blocks.blocks) for blocks in rows.blocks]))
         with self._device():
             route = self._route(entry, steps, n, width, storage)
             graph, _, first_count = route.parts[0]
@@ -211,7 +240,7 @@ class CudaRunner(CompiledRunner):
         self._count(entry, n)
         parts = []
         for program, start, count in self._parts(entry, n):
-            sizes = dict.fromkeys(storage, (_bucket(program.rows), width))
+            sizes = dict.fromkeys(storage, (bucket(program.rows), width))
             parts.append((self._graph(program, steps, storage, sizes, stops=True), start, count))
         route = self._routes[key] = _Route(first, str(self._path(entry, n)), parts)
         return route
@@ -269,12 +298,15 @@ class CudaRunner(CompiledRunner):
         caches = {name: PagedKV(cache.k, cache.v, *(next(parts) for _ in ADDRESSING)) for name, cache in kv.items()}
         return token, position, caches, slots
 
-    def _replay(self, steps, token, hidden, position, kv, slots, *, stops: bool, allowed=None) -> DraftChain:
-        n, entry = token.shape[0], "draft" if allowed is None else MASKED
+    def _replay(
+        self, steps, token, hidden, position, kv, slots, *, stops: bool, allowed=None, recycled: bool = False
+    ) -> DraftChain:
+        n, entry = token.shape[0], self._entry(masked=allowed is not None, recycled=recycled)
+        allowed = None if allowed is None else self._own_mask(allowed)
         self._count(entry, n)
         made = []
         # Tables are staged at sizes that are powers of two: a growing context changes them seldom.
-        sizes = {name: (_bucket(cache.table.shape[0]), _bucket(cache.table.shape[1])) for name, cache in kv.items()}
+        sizes = {name: (bucket(cache.table.shape[0]), bucket(cache.table.shape[1])) for name, cache in kv.items()}
         storage = {name: (cache.k, cache.v) for name, cache in kv.items()}
         with self._device():
             for program, first, count in self._parts(entry, n):
@@ -296,12 +328,17 @@ class CudaRunner(CompiledRunner):
         key = (program.spec.symbol, steps, stops, tuple(sizes.values()), _places(storage))
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = _Chain(self, program, steps, storage, sizes, stops)
-            if len(self._graphs) > MOST_GRAPHS:
-                self._graphs.popitem(last=False)
-                self._routes.clear()
+            graph = _Chain(self, program, steps, storage, sizes, stops)
+            self._keep(key, graph)
         self._graphs.move_to_end(key)
+        assert isinstance(graph, _Chain)
         return graph
+
+    def _keep(self, key: tuple, graph: _Chain | AtOnce) -> None:
+        self._graphs[key] = graph
+        if len(self._graphs) > MOST_GRAPHS:
+            self._graphs.popitem(last=False)
+            self._routes.clear()
 
 
 class _Route(NamedTuple):
@@ -319,7 +356,8 @@ def _rows_of(rows: ChainRows, hidden: torch.Tensor, allowed: torch.Tensor | None
 
 
 class _Chain:
-    """`steps` calls of one program with memory of their own, recorded as a CUDA graph at the second use.
+    """`steps` calls with memory of their own, recorded as a CUDA graph at the second use: of one program, or, where a first
+    step is another one, of that and what follows it.
 
     stops: a row whose slot is -1 sees and drafts nothing, as `DraftRunner.chain` says; without it slots only say where
         rows are written.
@@ -335,6 +373,7 @@ class _Chain:
         stops: bool,
     ):
         self.runner, self.program, self.steps, self.stops = runner, program, steps, stops
+        self.later = runner._following(program) if steps > 1 else program
         n, device = program.rows, runner.device
         # First what changes with every step of decoding, then what rarely does, then what only a kernel at the start reads
         # to form `positions` and `lengths`.
@@ -345,8 +384,8 @@ class _Chain:
             shapes |= {f"{name}.table": (sequences, width), f"{name}.seq": (n,), f"{name}.start": (sequences,)}
         shapes |= {"position": (n,)} | {f"{name}.length": (n,) for name in sizes}
         self.states = list(sizes)
-        self.ints, self.packed = _packed(shapes, device)
-        self.host, self.pinned = _packed(shapes, torch.device("cpu"))
+        self.ints, self.packed = packed(shapes, device)
+        self.host, self.pinned = packed(shapes, torch.device("cpu"))
         self.cells = (ctypes.c_int32 * self.pinned.numel()).from_address(self.pinned.data_ptr())
         self.tables: list[int] | None = None
         """Versions of the blocks that the staged tables are copies of; None when other calls have written there."""
@@ -359,20 +398,21 @@ class _Chain:
         self.copied = torch.cuda.Event()
         self.unread = False
         """Whether a graph that copies from the page-locked memory was launched, and nobody has waited for it yet."""
-        self.hidden = torch.zeros(n, runner.hidden_size, dtype=TORCH_DTYPES[runner.circuit.act], device=device)
+        self.enters = next(name for name in program.inputs if name not in ("token", "position", "allowed"))
+        self.hidden = torch.zeros_like(program.inputs[self.enters])
         # Drafts and, as the same 32 bits, log-probabilities: one copy takes both to the caller.
         self.result = torch.zeros(2, steps, n, dtype=torch.int32, device=device)
         self.drafts, self.logprobs = self.result[0], self.result[1].view(torch.float32)
         self.pinned_result = torch.zeros(2, steps, n, dtype=torch.int32, pin_memory=True)
         self.readings: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # A grammar's mask is too large for the packed copy.
-        masked = program.spec.entry == MASKED
-        self.allowed = torch.zeros(n, runner.mask_words or 0, dtype=torch.int32, device=device) if masked else None
+        masked = program.spec.entry.endswith(MASKED)
+        self.allowed = torch.zeros_like(program.inputs["allowed"]) if masked else None
         self.prefix = MASKED_OUTPUT if masked else ""
-        self.hiddens = [torch.zeros_like(self.hidden) for _ in range(steps)]
+        self.hiddens = [torch.zeros_like(program.made["next_hidden"]) for _ in range(steps)]
         self.views: dict[tuple[bool, str, torch.Size], torch.Tensor] = {}
         self.storage = {f"{name}.{part}": item for name, pair in storage.items() for part, item in zip("kv", pair, strict=True)}
-        self.calls = [self._arguments(step) for step in range(steps)]
+        self.calls = [self._arguments(self.later if step else program, step) for step in range(steps)]
         slots = self.ints["slots"]
         self.begins = [
             _converted(self.ints["position"], self.ints[f"{name}.length"], slots, self.ints["positions"], lengths, stops)
@@ -383,10 +423,10 @@ class _Chain:
         self.newest: torch.cuda.CUDAGraph | None = None
         """What was replayed last: `measure` times it."""
 
-    def _arguments(self, step: int) -> list[Any]:
+    def _arguments(self, program: _Program, step: int) -> list[Any]:
         given: dict[tuple[str, str], torch.Tensor] = {
             ("input", "token"): self.drafts[step - 1] if step else self.ints["token"],
-            ("input", "hidden"): self.hiddens[step - 1] if step else self.hidden,
+            ("input", "hidden" if step else self.enters): self.hiddens[step - 1] if step else self.hidden,
             ("input", "position"): self.ints["positions"][step],
             ("output", f"{self.prefix}draft"): self.drafts[step],
             ("output", f"{self.prefix}logprob"): self.logprobs[step],
@@ -399,8 +439,8 @@ class _Chain:
             given |= {("state", f"{name}.{part}"): self.ints[f"{name}.{part}"] for part in ("seq", "start", "table")}
             given |= {("state", f"{name}.length"): self.ints[f"{name}.lengths"][step]}
             given |= {("state", f"{name}.slot"): self.ints["slots"][step]}
-        arguments = list(self.program.args)
-        for index, arg in enumerate(self.program.spec.args):
+        arguments = list(program.args)
+        for index, arg in enumerate(program.spec.args):
             if (arg.role, arg.name) in given:
                 arguments[index] = tvm_ffi.from_dlpack(given[arg.role, arg.name])
         return arguments
@@ -555,19 +595,7 @@ class _Chain:
         graph.replay()
 
     def _record(self, key: tuple[bool, bool, bool]) -> torch.cuda.CUDAGraph:
-        """Takes milliseconds, once; the device is not waited for, and a failure leaves nothing behind."""
-        graph, stream = torch.cuda.CUDAGraph(), self.runner.recorder
-        stream.wait_stream(torch.cuda.current_stream(self.runner.device))
-        with RECORDING, torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self._launch(*key)
-            except BaseException:
-                with contextlib.suppress(Exception):  # it would hide what went wrong
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        return graph
+        return record(lambda: self._launch(*key), self.runner.recorder)[0]
 
     def _launch(self, formed: bool, masked: bool, sends: bool) -> None:
         begin, end = self.runner.chain_functions
@@ -577,8 +605,9 @@ class _Chain:
             if not formed:
                 for arguments in self.begins:
                     begin(*arguments)
-            for arguments in self.calls:
-                self.program.call(*arguments)
+            self.program.call(*self.calls[0])
+            for arguments in self.calls[1:]:
+                self.later.call(*arguments)
             if masked:
                 end(*self.end)
 
@@ -610,18 +639,3 @@ def _only_step(chain: DraftChain) -> DraftStep:
 
 def _converted(*arguments: torch.Tensor | bool) -> list[Any]:
     return [tvm_ffi.from_dlpack(item) if isinstance(item, torch.Tensor) else int(item) for item in arguments]
-
-
-def _bucket(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()
-
-
-def _packed(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Integer tensors side by side in one memory, and that memory; page-locked on the host."""
-    sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
-    memory = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device, pin_memory=device.type == "cpu")
-    views, offset = {}, 0
-    for name, shape in shapes.items():
-        views[name] = memory[offset : offset + sizes[name]].view(shape)
-        offset += sizes[name]
-    return views, memory

@@ -7,11 +7,13 @@ cells (see `device_rows`) are exact throughout. No call here waits for the devic
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from .batch import Batch, Column, stacked
-from .device_rows import CELL
+from .device_rows import CELL, place_block
+from .kinds import Block, Kind
 from .proposer import Hiddens
 from .state import MtpProposerState, Unsettled
 from .trim import TRIM
@@ -42,15 +44,21 @@ class DeviceForm:
     ) -> torch.Tensor:
         """Drafts into out[n, steps], -1 where there is none; returns their log-probabilities. Blocks are there already."""
         batch = self.batch
+        runner, kind = batch.runner, batch.runner.kind
+        if not kind.keeps_rows:
+            chain = runner.chain(steps, tokens, stacked([hiddens]), tokens, {}, tokens[None, :0])
+            out.copy_(chain.drafts)
+            return chain.logprobs
         index, cells = self._gather(states)
         if not isinstance(positions, torch.Tensor):
             positions = self._position.fill(positions)
         table = batch.table(states)
         count = self._count.fill(counts)
-        placed = batch.runner.place_chain(cells, accepted, positions, count, table, steps=steps, **self._geometry())
+        place = partial(place_block, runner.place_chain, kind.gamma) if isinstance(kind, Block) else runner.place_chain
+        placed = place(cells, accepted, positions, count, table, steps=steps, **self._geometry())
         caches = batch.caches(states, range(len(states)), placed.length, placed.slot[0], table=table)
         token = tokens * placed.live[0]
-        chain = batch.runner.chain(steps, token, stacked([hiddens]), placed.position, caches, placed.slot)
+        chain = runner.chain(steps, token, stacked([hiddens]), placed.position, caches, placed.slot)
         self._cells[index] = placed.cells
         out.copy_(chain.drafts)
         return chain.logprobs
@@ -59,6 +67,8 @@ class DeviceForm:
         self, positions: torch.Tensor | Sequence[int], states: Sequence[MtpProposerState], accepted: torch.Tensor | None
     ) -> None:
         """A propose that no sequence has room for: the last verify is accounted for all the same."""
+        if not self.batch.runner.kind.keeps_rows:
+            return
         index, cells = self._gather(states)
         if not isinstance(positions, torch.Tensor):
             positions = self._position.fill(positions)
@@ -71,6 +81,8 @@ class DeviceForm:
     ) -> None:
         """Rows of tokens[i][j], at `first` + j after the last propose of states[i], as far as the verify left them missing."""
         batch, (n, columns) = self.batch, tokens.shape
+        if not batch.runner.kind.keeps_rows:
+            return
         index, cells = self._gather(states)
         table = batch.table(states)
         placed = batch.runner.place_accepted(cells, accepted, table, first=first, columns=columns, **self._geometry())
@@ -95,12 +107,12 @@ class DeviceForm:
         cells = torch.where(told[:, :1] > 0, told[:, 1:], self._cells[index])
         return index, cells
 
-    @staticmethod
-    def _told(state: MtpProposerState) -> tuple[int, int, int, int]:
+    def _told(self, state: MtpProposerState) -> tuple[int, int, int, int]:
         """Whether the host knows, and the cell if so."""
         if state.last_drafts:  # a host-form propose whose verify stayed on the device
             assert state.proposed_at is not None
-            return 1, state.rows - len(state.last_drafts), state.proposed_at, len(state.last_drafts)
+            drafted = len(state.last_drafts)
+            return 1, state.rows - self.batch.runner.kind.adds(drafted), state.proposed_at, drafted
         if state.unsettled:
             return 0, 0, 0, 0
         return 1, state.rows, state.next_token - 1, 0
@@ -120,32 +132,33 @@ class DeviceForm:
             state.cell = None
 
 
-def started(state: MtpProposerState) -> None:
+def started(state: MtpProposerState, kind: Kind) -> None:
     """A host-form propose whose accept count the host will learn by `settle`: as if it had been made in the device form."""
     if state.last_drafts:
         drafted = len(state.last_drafts)
         state.unsettled.append(Unsettled(drafted, position=state.proposed_at))
-        state.history.keep(state.rows - drafted)
+        state.history.keep(state.rows - kind.adds(drafted))
         state.last_drafts, state.proposed_at = [], None
 
 
-def outcome(state: MtpProposerState, limit: int | None) -> tuple[int, int]:
+def outcome(state: MtpProposerState, limit: int | None, kind: Kind) -> tuple[int, int]:
     """(position, drafts) of the oldest unsettled propose, now that what came before it is known."""
     step = state.unsettled[0]
     position = state.next_token if step.position is None else step.position
-    return position, step.count if limit is None else max(min(step.count, limit - position), 0)
+    return position, max(kind.drafts(step.count, position, limit), 0)
 
 
-def settled(state: MtpProposerState, accepted: int, trim: str, limit: int | None) -> tuple[int, int]:
+def settled(state: MtpProposerState, accepted: int, trim: str, limit: int | None, kind: Kind) -> tuple[int, int]:
     """Account for the oldest unsettled propose as the device did (`device_rows`); returns its drafts, and how many rows
     before it a sequence with rows will never have."""
-    position, drafted = outcome(state, limit)
+    position, drafted = outcome(state, limit, kind)
     skipped = max(position - state.next_position, 0) if state.rows and drafted else 0
     step = state.unsettled.popleft()
-    kept = TRIM[trim](drafted, accepted) if drafted else 0
+    written = kind.adds(drafted)
+    kept = TRIM[trim](written, min(accepted, written)) if written else 0
     assert isinstance(kept, int)
     state.history.append(position, kept)
-    if step.caught_up is not None:
+    if step.caught_up is not None and kind.keeps_rows:
         first, columns = step.caught_up
         lowest = position + max(kept, first)
         highest = position + min(accepted, first + columns - 1)

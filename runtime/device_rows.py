@@ -6,6 +6,7 @@ own token, and how many drafts it made whose verify is not accounted for yet.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -47,6 +48,35 @@ def place_chain(
     first = live[0]
     after = torch.stack([rows, position, live.sum(0, dtype=torch.int32)], dim=1)
     return Placed(position * first, (rows + 1) * first, slot, live, after)
+
+
+def place_block(
+    place_chain: Callable[..., Placed],
+    gamma: int,
+    cells: torch.Tensor,
+    accepted: torch.Tensor | None,
+    position: torch.Tensor,
+    counts: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    steps: int,
+    trim: str,
+    block_size: int,
+    limit: int | None,
+) -> Placed:
+    """As `place_chain`, of block drafters: slot and live [1 + gamma, n], of the newest hidden's row and of the block's.
+
+    A block has its rows whatever `counts` and `steps` are; without a draft below the limit there is none.
+    """
+    drafts = counts > 0
+    if limit is not None:
+        drafts = drafts & (position + 1 < limit)
+    rows = drafts * (1 + gamma)
+    where = {"steps": 1 + gamma, "trim": trim, "block_size": block_size, "limit": limit}
+    placed = place_chain(cells, accepted, position - 1, rows.to(torch.int32), table, **where)
+    drafted = torch.minimum(counts, placed.live.sum(0, dtype=torch.int32) - 2).clamp(min=0)
+    after = torch.stack([placed.cells[:, 0], position, drafted], dim=1)
+    return placed._replace(position=position * drafts, cells=after)
 
 
 def place_accepted(

@@ -24,14 +24,18 @@ NOT_MODELLED = (
 class DraftBinding:
     """A proposer's forward as a circuit.
 
+    kind: `chain`, `heads` or `block`. drafts: at most, of one propose; None where only memory and the position limit bound them.
     weights: name to (dtype, shape). kv: the states; bytes_per_row over all of them. widths, context_rows: rows of the
     compiled programs, empty where any number runs. context_limit: positions below it draft, None without a limit.
-    block_size: of the pool. hidden_source: what the server captures of its model. masked: whether grammars can be honoured.
+    block_size: of the pool. hidden_source: what the server captures of its model, hidden_layers: of how many of its layers.
+    masked: whether grammars can be honoured.
     model: `DraftRunner.model_digest`. not_modelled: what the circuit does not say.
     """
 
     program: str
     family: str
+    kind: str
+    drafts: int | None
     circuit: Circuit
     weights: Mapping[str, tuple[str, tuple[int, ...]]]
     kv: tuple[State, ...]
@@ -41,6 +45,7 @@ class DraftBinding:
     context_rows: tuple[int, ...]
     context_limit: int | None
     hidden_source: str
+    hidden_layers: int
     masked: bool
     model: str
     not_modelled: tuple[str, ...] = NOT_MODELLED
@@ -51,6 +56,8 @@ def bind_draft(runner: DraftRunner, pool: BlockPool, family: str) -> DraftBindin
     return DraftBinding(
         program=circuit.name,
         family=family,
+        kind=type(runner.kind).__name__.lower(),
+        drafts=runner.kind.most_drafts,
         circuit=circuit,
         weights={
             value.name: (value.type.dtype, tuple(int(dim) for dim in value.type.shape))  # type: ignore[union-attr]
@@ -64,6 +71,7 @@ def bind_draft(runner: DraftRunner, pool: BlockPool, family: str) -> DraftBindin
         context_rows=runner.context_rows,
         context_limit=runner.max_position,
         hidden_source=runner.hidden_source,
+        hidden_layers=runner.hidden_layers,
         masked=runner.serves(1, masked=True) is not None,
         model=runner.model_digest(),
     )
@@ -72,7 +80,7 @@ def bind_draft(runner: DraftRunner, pool: BlockPool, family: str) -> DraftBindin
 def reasons_against(runner: DraftRunner, config: Any, levers: Mapping[str, Any]) -> list[str]:
     """Why the circuit is not the forward of a drafter for `config` under `levers`; empty when it is."""
     reasons = []
-    for key, have in (("hidden_size", runner.hidden_size), ("vocab_size", runner.vocab_size)):
+    for key, have in (("hidden_size", runner.hidden_size // runner.hidden_layers), ("vocab_size", runner.vocab_size)):
         wanted = _lookup(config, key)
         if wanted is not None and wanted != have:
             reasons.append(f"{key}: the circuit has {have}, the model {wanted}")
@@ -95,7 +103,7 @@ def _refused_lever(runner: DraftRunner, name: str, value: Any) -> str | None:
     if name == "trim":
         return None if value in TRIM else f"no policy '{value}'"
     if name == "grammar":
-        return None if runner.serves(1, masked=True) else "no program drafts under a mask; compile with --with draft_masked"
+        return None if runner.serves(1, masked=True) else f"no program drafts under a mask; compile with {runner.masked_entries}"
     if name in ("tensor_parallel", "expert_parallel"):
         return None if value == 1 else "the forward runs whole on one device"
     if name in ("sampling", "temperature"):

@@ -35,9 +35,15 @@ class Call:
     meanwhile: Callable[[], None] | None = None
     """What the host does while all drafts are made in one chain."""
 
-    @property
-    def stepwise(self) -> bool:
+    def stepwise(self, at_once: bool) -> bool:
+        """Whether the host decides on each draft; where they come all at once (`at_once`), only masks are beyond the program."""
+        if at_once:
+            return self.grammars is not None
         return self.stop_logprob is not None or (self.grammars is not None and self.grammars.stepwise)
+
+    def ends(self, token: int, score: float) -> bool:
+        """Whether a draft is the last of its chain. An unmeasured score, NaN, compares as false."""
+        return token in self.stop_ids or (self.stop_logprob is not None and score < self.stop_logprob)
 
 
 @dataclass
@@ -50,7 +56,7 @@ class Drafted:
 
 
 def run(batch: Batch, call: Call) -> Drafted:
-    return _step_by_step(batch, call) if call.stepwise else _in_one_chain(batch, call)
+    return _step_by_step(batch, call) if call.stepwise(batch.runner.kind.at_once) else _in_one_chain(batch, call)
 
 
 def _in_one_chain(batch: Batch, call: Call) -> Drafted:
@@ -72,16 +78,16 @@ def _all_but_the_last(batch: Batch, call: Call, chain: DraftChain) -> Drafted:
         return _defer(batch, call, Drafted([[]], [[]]), chain.drafts[0, :1])
     made = Drafted(*chain.read())
     _cut_all(call, made, 1)
-    if len(made.ids[0]) == most and made.ids[0][-1] not in call.stop_ids:
+    if len(made.ids[0]) == most and not call.ends(made.ids[0][-1], made.scores[0][-1]):
         return _defer(batch, call, made, chain.drafts[0, most : most + 1])
     _embed_last(batch, call, made)
     return made
 
 
 def _cut_all(call: Call, made: Drafted, unread: int) -> None:
-    """Every row's own drafts, as far as there was a choice, up to and with the first stop id."""
+    """Every row's own drafts, as far as there was a choice, up to and with the first that ends it."""
     finite = not any(-math.inf in scores for scores in made.scores)
-    if finite and not (unread or call.stop_ids) and min(call.counts) == max(call.counts):
+    if finite and not (unread or call.stop_ids or call.stop_logprob is not None) and min(call.counts) == max(call.counts):
         return  # every row has all that was drafted
     for place, count in enumerate(call.counts):
         ids, scores = made.ids[place], made.scores[place]
@@ -90,7 +96,7 @@ def _cut_all(call: Call, made: Drafted, unread: int) -> None:
         if not finite and -math.inf in scores:  # nothing was allowed there, or no logit was a number
             ends = scores.index(-math.inf)
             ids, scores = ids[:ends], scores[:ends]
-        made.ids[place], made.scores[place] = _cut(ids, scores, call.stop_ids)
+        made.ids[place], made.scores[place] = _cut(call, ids, scores)
 
 
 def _step_by_step(batch: Batch, call: Call) -> Drafted:
@@ -98,24 +104,12 @@ def _step_by_step(batch: Batch, call: Call) -> Drafted:
     grammars = call.grammars
     made = Drafted([[] for _ in call.rows], [[] for _ in call.rows])
     going = list(range(len(call.rows)))
-    hiddens: Hiddens = call.hiddens
+    draft = _scored(batch, call) if batch.runner.kind.at_once else _chained(batch, call, made)
     for step in range(max(call.counts)):
-        stays = [i for i in going if step < call.counts[i] and not (grammars and grammars.ended(call.rows[i]))]
-        if not stays:
+        going = [i for i in going if step < call.counts[i] and not (grammars and grammars.ended(call.rows[i]))]
+        if not going:
             break
-        if len(stays) < len(going):
-            hiddens = [hiddens[going.index(i)] for i in stays]
-        going = stays
-        chain = batch.chain(
-            [made.ids[i][-1] if step else call.tokens[i] for i in going],
-            hiddens,
-            [call.positions[i] + step for i in going],
-            [call.states[i] for i in going],
-            [1] * len(going),
-            ahead=step,
-            allowed=grammars.fill([call.rows[i] for i in going]) if grammars else None,
-        )
-        hiddens = chain.next_hidden
+        chain = draft(step, going, grammars.fill([call.rows[i] for i in going]) if grammars else None)
         if call.embed_target is not None and step == call.counts[0] - 1:
             return _defer(batch, call, made, chain.drafts[0])
         ends = set()
@@ -126,15 +120,51 @@ def _step_by_step(batch: Batch, call: Call) -> Drafted:
                 continue
             made.ids[i].append(token)
             made.scores[i].append(score)
-            # An unmeasured score, NaN, compares as false.
-            if token in call.stop_ids or (call.stop_logprob is not None and score < call.stop_logprob):
+            if call.ends(token, score):
                 ends.add(i)
-        if ends:
-            hiddens = [row for i, row in zip(going, hiddens, strict=True) if i not in ends]
-            going = [i for i in going if i not in ends]
+        going = [i for i in going if i not in ends] if ends else going
     if call.embed_target is not None:
         _embed_last(batch, call, made)
     return made
+
+
+Step = Callable[[int, list[int], torch.Tensor | None], DraftChain]
+"""One draft for each row that goes on: of (step, rows, their masks)."""
+
+
+def _chained(batch: Batch, call: Call, made: Drafted) -> Step:
+    """Each draft follows from the one before."""
+    hiddens, rows = call.hiddens, list(range(len(call.rows)))
+
+    def draft(step: int, going: list[int], allowed: torch.Tensor | None) -> DraftChain:
+        nonlocal hiddens, rows
+        if going != rows:
+            hiddens = [hiddens[rows.index(i)] for i in going]
+        chain = batch.chain(
+            [made.ids[i][-1] if step else call.tokens[i] for i in going],
+            hiddens,
+            [call.positions[i] + step for i in going],
+            [call.states[i] for i in going],
+            [1] * len(going),
+            ahead=step,
+            allowed=allowed,
+        )
+        hiddens, rows = chain.next_hidden, going
+        return chain
+
+    return draft
+
+
+def _scored(batch: Batch, call: Call) -> Step:
+    """All are chosen from scores that one forward gave, under a mask each."""
+    scores = batch.scores(call.tokens, call.hiddens, call.positions, call.states, call.counts)
+
+    def draft(step: int, going: list[int], allowed: torch.Tensor | None) -> DraftChain:
+        assert allowed is not None, "without masks they come as drafts"
+        drafts, logprobs = batch.runner.pick(scores[going, step], allowed)
+        return DraftChain(drafts[:, None], logprobs[:, None], scores)
+
+    return draft
 
 
 def _defer(batch: Batch, call: Call, made: Drafted, token: torch.Tensor) -> Drafted:
@@ -154,11 +184,7 @@ def _embed_last(batch: Batch, call: Call, made: Drafted) -> None:
         batch.runner.embed(batch.token.fill(made.ids[0][-1:]), call.embed_target)
 
 
-def _cut(ids: Sequence[int], scores: Sequence[float], stop_ids: Collection[int]) -> tuple[list[int], list[float]]:
-    """Drafts up to and with the first stop id."""
-    if not stop_ids:
-        return list(ids), list(scores)
-    for index, token in enumerate(ids):
-        if token in stop_ids:
-            return list(ids[: index + 1]), list(scores[: index + 1])
-    return list(ids), list(scores)
+def _cut(call: Call, ids: Sequence[int], scores: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Drafts up to and with the first that ends the chain."""
+    ends = next((index + 1 for index, draft in enumerate(zip(ids, scores, strict=True)) if call.ends(*draft)), len(ids))
+    return list(ids[:ends]), list(scores[:ends])

@@ -1,4 +1,4 @@
-"""`MtpProposer`: the lifecycle for drafters with one autoregressive head over a paged KV cache."""
+"""`MtpProposer`: the lifecycle of drafting, for every kind of drafter (`kinds`) over a paged KV cache, or over none."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from .carried import CarriedKV
 from .device_form import DeviceForm
 from .draft_binding import DraftBinding, bind_draft, reasons_against
 from .grammar import Bitmask, Grammar, Grammars
+from .kinds import Block
 from .metrics import Metrics
 from .mtp_checks import FARTHEST, WHERE
 from .mtp_device import DeviceMethods
@@ -38,14 +39,18 @@ REFERENCE_BATCH = 64
 class MtpProposer(DeviceMethods, DraftProposer):
     """Drafts with a `DraftRunner`, KV rows in a `BlockPool`. See `DraftProposer` for the contract.
 
+    It drives MTP heads and EAGLE (a row a draft), Medusa (no rows) and DFlash (a block of scratch rows) alike: the runner's
+    `kind` says what differs. Without rows, prefill and catch-up check their arguments and write nothing.
+
     Args:
         runner: compiled or reference.
         pool: made for the same circuit and device, and used by this proposer alone.
         trim: what stays after a verify (`trim.TRIM`). With "exact", follow `after_verify` with `catchup_batch` for the
-            accepted drafts; skipping it costs accepted length, never correctness.
+            accepted drafts; skipping it costs accepted length, never correctness. Only chains have rows that are not
+            exact: for other kinds all policies are "exact".
 
     Raises:
-        RuntimeUseError: a pool that does not fit the runner, or an unknown policy.
+        RuntimeUseError: a pool that does not fit the runner, an unknown policy, or a program that no proposer can drive.
     """
 
     def __init__(self, runner: DraftRunner, pool: BlockPool, *, trim: str = "exact"):
@@ -53,16 +58,18 @@ class MtpProposer(DeviceMethods, DraftProposer):
             raise RuntimeUseError(Fault(f"no trim policy '{trim}'", where=WHERE, hint=did_you_mean(str(trim), TRIM)))
         of_kind(runner, DraftRunner, "runner", WHERE, "a DraftRunner")
         of_kind(pool, BlockPool, "pool", WHERE, "a BlockPool")
+        _check_ids(runner)
         _check_pool(runner, pool)
         pool.claim(self)
         self.runner = runner
+        self.kind = runner.kind
         self.pool = pool
-        self.trim = trim
+        self.trim = "exact" if self.kind.at_once else trim
         self.metrics = Metrics(ledger=lambda: pool.ledger)
         self._own = runner
         pool.used_by(runner)
         self._batch = Batch(runner, pool)
-        self._device = DeviceForm(Batch(runner, pool, on_device=True), trim)
+        self._device = DeviceForm(Batch(runner, pool, on_device=True), self.trim)
         self._bitmask: Bitmask | None = None
         self._warned = False
         self._deferred: tuple[MtpProposerState, torch.Tensor] | None = None
@@ -78,9 +85,9 @@ class MtpProposer(DeviceMethods, DraftProposer):
         if budget_tokens is not None:
             whole(budget_tokens, "budget_tokens", WHERE, least=1, message="needs room for a token")
         # Sequences draft up to the position limit only, so that bounds the promise too.
-        rows = self.prefill_hidden_rows(budget_tokens or 0)
+        rows = self._below_limit(self.kind.promised(int(budget_tokens))) if budget_tokens else 0
         with self._lock:
-            return MtpProposerState(self, self.pool.open(rows))
+            return MtpProposerState(self, self.pool.open(rows), keeps_rows=self.kind.keeps_rows)
 
     def free_state(self, state: ProposerState) -> None:
         with self._lock:
@@ -172,8 +179,10 @@ class MtpProposer(DeviceMethods, DraftProposer):
             return written
 
     def prefill_hidden_rows(self, max_seq_len: int) -> int:
+        return self._below_limit(self.kind.hidden_rows(whole(max_seq_len, "max_seq_len", WHERE)))
+
+    def _below_limit(self, rows: int) -> int:
         limit = self.runner.max_position
-        rows = whole(max_seq_len, "max_seq_len", WHERE)
         return rows if limit is None else min(rows, limit)
 
     def prefill_uses_shared_buffers(self) -> bool:
@@ -183,7 +192,7 @@ class MtpProposer(DeviceMethods, DraftProposer):
         return False  # the forward runs whole on one device
 
     def block_gamma(self) -> int | None:
-        return None
+        return self.kind.gamma if isinstance(self.kind, Block) else None
 
     def catchup_drafter(self, tokens: Sequence[int], hiddens: Hiddens, row_base: int, pos_base: int, state: ProposerState) -> int:
         with self._lock:
@@ -228,7 +237,9 @@ class MtpProposer(DeviceMethods, DraftProposer):
             len(ids) if limit is None else max(min(len(ids), limit - first), 0)
             for ids, first in zip(tokens, first_pos, strict=True)
         ]
-        if sum(counts) < sum(len(ids) for ids in tokens):
+        if not self.kind.keeps_rows:
+            counts = [0] * len(counts)
+        elif sum(counts) < sum(len(ids) for ids in tokens):
             self.metrics.refusals["position_limit"] += 1
         held = [len(state.lease.blocks) for state in states]
         if any(counts):
@@ -348,7 +359,8 @@ class MtpProposer(DeviceMethods, DraftProposer):
         entry = Entry(states, call.tokens, call.positions)
         try:
             self._choose_rows(call, states, num_drafts)
-            call.meanwhile = functools.partial(entry.make, call.rows, call.counts, self.runner.model_digest)
+            added = [self.kind.adds(count) for count in call.counts]
+            call.meanwhile = functools.partial(entry.make, call.rows, added, self.runner.model_digest)
             made = self._drafted(call)
             if not entry.made:
                 call.meanwhile()
@@ -364,6 +376,9 @@ class MtpProposer(DeviceMethods, DraftProposer):
         self.metrics.skipped_rows += sum(entry.gaps)
         if [len(ids) for ids in made.ids] != call.counts:
             self._shorten(call, made.ids, entry.gaps)
+        if self.kind.at_once:
+            for state in call.states:  # rows that were scratch
+                self.pool.shrink(state.lease, state.rows)
         for state, ids, scores in zip(states, drafts, logprobs, strict=True):
             state.last_drafts = ids
             state.last_scores = scores
@@ -377,7 +392,7 @@ class MtpProposer(DeviceMethods, DraftProposer):
         """Take back the rows of drafts that did not come, and what was counted for sequences without any."""
         for row, state, count, ids, gap in zip(call.rows, call.states, call.counts, drafts, gaps, strict=True):
             if len(ids) < count:
-                state.history.keep(state.rows - count + len(ids))
+                state.history.keep(state.rows - self.kind.adds(count) + self.kind.adds(len(ids)))
                 self.pool.shrink(state.lease, state.rows)
             if not ids:
                 self.metrics.skipped_rows -= gap
@@ -396,18 +411,18 @@ class MtpProposer(DeviceMethods, DraftProposer):
 
     def _choose_rows(self, call: drafting.Call, states: Sequence[MtpProposerState], num_drafts: int) -> None:
         """Reserve blocks and keep in `call` the rows that draft: the others stay out of the launch altogether."""
-        limit = self.runner.max_position
+        limit, kind = self.runner.max_position, self.kind
         for row, (state, position) in enumerate(zip(states, call.positions, strict=True)):
-            count = num_drafts if limit is None else min(num_drafts, limit - position)
+            count = kind.drafts(num_drafts, position, limit)
             if count < 1:
                 if num_drafts:
                     self.metrics.refusals["position_limit"] += 1
                 continue
             rows = state.rows
-            if rows + count > len(state.lease.blocks) * self.pool.block_size:
+            if rows + kind.writes(count, position, limit) > len(state.lease.blocks) * self.pool.block_size:
                 # Fewer drafts where memory ends; without room for one, the refusal is counted.
-                count = max(min(count, self.pool.room(state.lease) - rows), 1)
-                if not self._reserve([(state, rows + count)]):
+                count = max(kind.fits(count, self.pool.room(state.lease) - rows, position, limit), 1)
+                if not self._reserve([(state, rows + kind.writes(count, position, limit))]):
                     continue
             call.rows.append(row)
             call.counts.append(count)
@@ -423,9 +438,8 @@ class MtpProposer(DeviceMethods, DraftProposer):
             return None
         words = self.runner.mask_words
         if words is None or self.runner.serves(len(given), masked=True) is None:
-            hint = (
-                "Compile with --with draft_masked, or draft without the grammar: the text stays right, fewer drafts are accepted."
-            )
+            hint = f"Compile with {self.runner.masked_entries}"
+            hint += ", or draft without the grammar: the text stays right, fewer drafts are accepted."
             self._refuse("no program drafts under a mask", "grammar", "None", "a grammar", hint)
         if self._bitmask is None or self._bitmask.device != self.runner.device or self._bitmask.words != words:
             self._bitmask = Bitmask(words, self.runner.device)
@@ -459,7 +473,8 @@ class MtpProposer(DeviceMethods, DraftProposer):
                 known = known[: known.index(DEFERRED)] if DEFERRED in known else known
                 mine.read(mine.proposed_at + 1, known)
                 mine.next_token = mine.proposed_at + num_accepted + 1
-            mine.history.keep(mine.rows - drafted + cast(int, TRIM[self.trim](drafted, num_accepted)))
+            written = self.kind.adds(drafted)
+            mine.history.keep(mine.rows - written + cast(int, TRIM[self.trim](written, min(num_accepted, written))))
             mine.last_drafts, mine.proposed_at = [], None
             self.pool.shrink(mine.lease, mine.rows)
             self.metrics.count_verify(drafted, num_accepted)
@@ -475,7 +490,7 @@ class MtpProposer(DeviceMethods, DraftProposer):
             mine = self._mine(state)
             if not is_whole(position):
                 self._refuse("is no position", "position", "an int", shown(position))
-            return max(position - mine.next_position, 0)
+            return max(position - mine.next_position, 0) if self.kind.keeps_rows else 0
 
     def last_pair_key(self, state: ProposerState) -> int | None:
         with self._lock:
@@ -539,6 +554,16 @@ class _Locks:
     def __exit__(self, *exception: object) -> None:
         self._entered.pop().release()
         self._own.release()
+
+
+def _check_ids(runner: DraftRunner) -> None:
+    """Drafts are fed back and handed out as the target's ids."""
+    scored = runner.circuit.types[dict(runner.circuit.outputs)["logits"]].shape[-1]  # type: ignore[union-attr]
+    if dict(runner.circuit.facts).get("ids") == "own" and scored != runner.vocab_size:
+        got, hint = f"its own {scored} ids", "Compile with the switch ids=target."
+        raise RuntimeUseError(
+            Fault("drafts ids of its own", where=runner.circuit.name, expected="the target's ids", got=got, hint=hint)
+        )
 
 
 def _check_pool(runner: DraftRunner, pool: BlockPool) -> None:

@@ -159,24 +159,28 @@ class Checks:
         if not number or not 0 <= stop_confidence <= 1:  # NaN is not, either
             self._refuse("is no probability", "stop_confidence", "0..1", shown(stop_confidence))
 
-    def _check_row(self, row: torch.Tensor | None, size: int) -> None:
+    def _check_row(self, row: torch.Tensor | None, size: int | None) -> None:
         """Where the last draft's embedding goes."""
         if row is None:
             return
+        if size is None:
+            self._refuse("this drafter has no embedding", "draft_embed_target", "None", shown(row))
         device = self.runner.device
         if not isinstance(row, torch.Tensor) or row.shape != (size,) or not row.is_floating_point() or row.device != device:
             self._refuse("does not fit", "draft_embed_target", f"float[{size}] on {device}", shown(row))
 
     def _one_hidden(self, target_hidden: torch.Tensor | None, stack: torch.Tensor | None) -> torch.Tensor | None:
-        """The target's hidden that row 0 is made of: of several layers where a drafter takes them, which this one does not."""
+        """The target's hidden that row 0 is made of: of several layers side by side, where a drafter takes them."""
         if stack is None:
             return target_hidden
         if target_hidden is not None:
             self._refuse("does not go with a stack of hiddens", "target_hidden", "None, or no target_hidden_stack", "both")
-        if not isinstance(stack, torch.Tensor) or stack.dim() != 2 or stack.shape[0] != 1:
-            hint = "Hiddens of several layers are for EAGLE-3 and DFlash drafters."
-            self._refuse("this drafter takes one layer's hidden", "target_hidden_stack", "[1, H]", shown(stack), hint)
-        return stack[0]
+        layers = self.runner.hidden_layers
+        if not isinstance(stack, torch.Tensor) or stack.dim() != 2 or stack.shape[0] != layers:
+            hint = "Hiddens of several layers are for EAGLE-3 and DFlash drafters." if layers == 1 else None
+            what = "one layer's hidden" if layers == 1 else f"hiddens of {layers} layers"
+            self._refuse(f"this drafter takes {what}", "target_hidden_stack", f"[{layers}, H]", shown(stack), hint)
+        return stack.reshape(-1)
 
 
 def _countable(items: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from .arguments import is_whole, shown
 from .device_form import DeviceForm, outcome, settled, started
+from .kinds import Kind
 from .mtp_memory import Memory
 from .proposer import Hiddens
 from .runner import no_autograd
@@ -19,6 +20,7 @@ class DeviceMethods(Memory):
     """Part of `MtpProposer`; `DraftProposer` documents the calls."""
 
     trim: str
+    kind: Kind
     _device: DeviceForm
     _lock: Any
 
@@ -65,9 +67,10 @@ class DeviceMethods(Memory):
         counts = []
         try:
             for state in states:
-                most = _most_rows(state)
-                count = max(min(num_drafts, self.pool.room(state.lease) - most), 0)
-                if count < 1 or not self._reserve([(state, most + count)]):
+                most = _most_rows(state, self.kind)
+                wanted = self.kind.drafts(num_drafts, 0, None)
+                count = self.kind.fits(wanted, self.pool.room(state.lease) - most)
+                if count < 1 or not self._reserve([(state, most + self.kind.writes(count))]):
                     self.metrics.refusals["pool_exhausted"] += count < 1
                     count = 0
                 counts.append(count)
@@ -83,7 +86,7 @@ class DeviceMethods(Memory):
             self._give_back(states, held)
             raise
         for row, (state, count) in enumerate(zip(states, counts, strict=True)):
-            started(state)
+            started(state, self.kind)
             state.model = state.model or self.runner.model_digest()
             place = None if isinstance(positions, torch.Tensor) else positions[row]
             state.unsettled.append(Unsettled(count, position=place))
@@ -117,7 +120,7 @@ class DeviceMethods(Memory):
             if not n or not columns:
                 return True
             held = [len(state.lease.blocks) for state in mine]
-            if not self._reserve([(state, _most_rows(state)) for state in mine]):
+            if not self._reserve([(state, _most_rows(state, self.kind)) for state in mine]):
                 return False
             try:
                 self._device.catch_up(tokens, hiddens, mine, accepted, first)
@@ -125,7 +128,7 @@ class DeviceMethods(Memory):
                 self._give_back(mine, held)
                 raise
             for state in mine:
-                started(state)
+                started(state, self.kind)
                 state.unsettled[-1].caught_up = (first, columns)
             return True
 
@@ -137,11 +140,11 @@ class DeviceMethods(Memory):
             for state, count in zip(mine, counts, strict=True):
                 if not state.unsettled:
                     self._refuse("has nothing to settle", "state", "a device-form propose before", "none")
-                position, drafted = outcome(state, limit)
+                position, drafted = outcome(state, limit, self.kind)
                 self._check_accepted(count, drafted)
                 self._check_order(state, position + count + 1)
             for state, count in zip(mine, counts, strict=True):
-                drafted, skipped = settled(state, count, self.trim, limit)
+                drafted, skipped = settled(state, count, self.trim, limit, self.kind)
                 self.metrics.skipped_rows += skipped
                 self.pool.shrink(state.lease, state.most_rows)
                 self.metrics.count_verify(drafted, count)
@@ -162,6 +165,9 @@ def _proposed_at(state: MtpProposerState) -> int | None:
     return state.proposed_at if state.last_drafts else None
 
 
-def _most_rows(state: MtpProposerState) -> int:
+def _most_rows(state: MtpProposerState, kind: Kind) -> int:
     """Rows at most once the last verify is accounted for, wherever its accept count is."""
-    return state.rows + 1 if state.last_drafts else state.most_rows
+    if not state.last_drafts or not state.keeps_rows:
+        return state.most_rows
+    drafted = len(state.last_drafts)
+    return state.rows - kind.adds(drafted) + 1 + drafted

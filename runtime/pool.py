@@ -76,7 +76,7 @@ class BlockPool:
     """Paged KV of one drafter on one device.
 
     Args:
-        circuit: whose states are stored; a circuit without states has blocks of zero bytes.
+        circuit: whose states are stored. One without states needs no blocks: any number of bytes gives none.
         blocks, memory_bytes: the size, in exactly one of the two.
         block_size: rows a block.
 
@@ -116,7 +116,8 @@ class BlockPool:
             raise RuntimeUseError("a pool is sized either in blocks or in bytes: give one of blocks=, memory_bytes=")
         if blocks is None:
             if not self.bytes_per_block:
-                raise RuntimeUseError("this circuit keeps no KV, so its pool cannot be sized in bytes: give blocks=")
+                whole(memory_bytes, "memory_bytes", WHERE, message="is no size")
+                return 0
             blocks = whole(memory_bytes, "memory_bytes", WHERE, message="is no size") // self.bytes_per_block
         if whole(blocks, "blocks", WHERE, message="is no size") < 1:
             expected = f"at least one block ({self.bytes_per_block} bytes)"

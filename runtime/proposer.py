@@ -185,7 +185,7 @@ class DraftProposer(abc.ABC):
 
         Args:
             last_token: the newest token, chosen by the target and not fed to it yet.
-            target_hidden: [H], the target's hidden that chose it.
+            target_hidden: [H], the target's hidden that chose it; of several layers side by side, for drafters that read those.
             position: sequence position of last_token; its row's pair key is position - 1.
             grammar: only tokens that it allows are drafted (see `grammar`). A matcher stands after last_token, and is there
                 again afterwards; a fixed mask holds for every draft position. Where nothing is allowed the chain ends.

@@ -20,15 +20,22 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 import torch
 
 from circuitgraph.checkpoint.packed import dequantised
-from circuitgraph.circuit.ir import Circuit, State
+from circuitgraph.circuit.ir import Circuit, Input, State
+from circuitgraph.circuit.types import TensorType
 from circuitgraph.errors import Fault, RuntimeUseError
 from circuitgraph.interpreter import interpret
 from circuitgraph.ops import TORCH_DTYPES, PagedKV
 
-from . import device_rows
+from . import device_rows, own_ids
 from .arguments import is_whole, of_kind, shown, whole
+from .block import block_rows, context_rows, ended
+from .kinds import Block, Heads, Kind, kind_of
 
 Caches = Mapping[str, PagedKV]
+MASKED = "_masked"
+"""What the names of entries that draft under a grammar's mask end with."""
+MASKED_OUTPUT = "masked_"
+"""What the names of their outputs begin with: else they are as those of `draft`."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -123,12 +130,14 @@ class ChainRows(NamedTuple):
 class DraftRunner(abc.ABC):
     """Runs the entries of one circuit with weights bound. One runner serves one device stream and one thread at a time.
 
-    Arguments of the running methods, for n rows: token int32[n], hidden float[n, H] (rounded to the circuit's `act`),
+    Arguments of the running methods, for n rows: token int32[n], hidden float[n, hidden_size] (rounded to the circuit's `act`),
     position int32[n] (sequence position of `token`), kv: state name to `PagedKV` (slot, seq, length int32[n];
     table int32[s, b]; start int32[s]), all on `device`. Results are fresh tensors of the caller's.
 
     allowed int32[n, mask_words], where it is given, is a grammar's mask: bit c % 32 of word c // 32 is token c, 1 allows
-    it. A row in which nothing is allowed drafts token 0 with log-probability -inf.
+    it. A row in which nothing is allowed drafts the head's first token with log-probability -inf.
+
+    recycled: `hidden` is what the step before made, not the target's: for some drafters, EAGLE-3, that is another tensor.
 
     Raises, from all of them: RuntimeUseError for wrong shapes or dtypes, and, where the tensors lie in host memory, for
     tokens and positions out of range, before anything runs. Values of device tensors are not looked at: no host sync.
@@ -185,47 +194,126 @@ class DraftRunner(abc.ABC):
         """Where integer arguments lie best."""
         return self.device
 
+    @cached_property
+    def kind(self) -> Kind:
+        """Whether it drafts step by step, with heads beside each other, or a block. RuntimeUseError: in none of these ways."""
+        return kind_of(self.circuit)
+
+    @cached_property
+    def _target(self) -> Input:
+        """The input that is the target's."""
+        inputs = [item for item in self.circuit.inputs if item.type.rank == 2 and item.type.dtype != "i32"]
+        if len(inputs) != 1:
+            got = ", ".join(item.name for item in self.circuit.inputs)
+            raise RuntimeUseError(
+                Fault("takes no hiddens of a target", where=self.circuit.name, expected="one such input", got=got)
+            )
+        return inputs[0]
+
     @property
     def hidden_source(self) -> str:
-        """What the server must capture of the target: "post_norm" or "pre_norm" (its final norm).
+        """What the server must capture of the target: "post_norm" or "pre_norm" (its final norm), or, of several layers,
+        "aux_pre_norm" (residual streams, as they enter the layers that the config names) or "aux_layer_outputs".
 
         Raises:
             RuntimeUseError: the program does not say.
         """
-        source = next(item.source for item in self.circuit.inputs if item.name == "hidden")
-        if not source:
+        if not self._target.source:
             hint = "Give that input a `source` in the program: post_norm or pre_norm."
             raise RuntimeUseError(
-                Fault("the program does not say its source", where=self.circuit.name, subject="hidden", hint=hint)
+                Fault("the program does not say its source", where=self.circuit.name, subject=self._target.name, hint=hint)
             )
-        return source
+        return self._target.source
 
     @cached_property
     def hidden_size(self) -> int:
-        """Columns of the hidden that is handed in.
+        """Columns of the hidden that is handed in: of several layers of the target, side by side.
 
         Raises:
-            RuntimeUseError: the program's first step takes something else.
+            RuntimeUseError: the program takes none.
         """
-        size = next((int(item.type.shape[-1]) for item in self.circuit.inputs if item.name == "hidden"), None)
-        if size is None:
-            got = ", ".join(item.name for item in self.circuit.inputs)
-            hint = "The interpreter and its compiled functions run it; no runner drives it yet."
-            fault = Fault("takes no 'hidden'", where=self.circuit.name, expected="an input 'hidden'", got=got, hint=hint)
+        return int(self._target.type.shape[1])
+
+    @property
+    def hidden_layers(self) -> int:
+        """How many layers of the target the hidden that is handed in is of, side by side."""
+        return self.hidden_size // (self.embed_size or self.hidden_size)
+
+    def hidden_layer_ids(self, target_layers: int) -> tuple[int, ...]:
+        """Which layers' outputs those are, counted from 0 (transformers' hidden_states[id + 1]), of a target with so many
+        layers; () where it is the last one's alone.
+
+        Raises:
+            RuntimeUseError: the drafter's config names others than there are, or another number of them.
+        """
+        if self.hidden_layers == 1:
+            return ()
+        ids = tuple(int(layer) for layer in str(dict(self.circuit.facts).get("hidden_layers", "")).split())
+        if self.hidden_source == "aux_pre_norm":
+            ids = ids or (2, target_layers // 2, target_layers - 3)
+            # Configs count either outputs, and begin with 1, or inputs: what enters layer 2 is what layer 1 put out.
+            ids = ids if ids[0] == 1 else tuple(layer - 1 for layer in ids)
+        if len(ids) != self.hidden_layers or not all(0 <= layer < target_layers for layer in ids):
+            expected, got = f"{self.hidden_layers} of 0..{target_layers - 1}", " ".join(map(str, ids))
+            fault = Fault("does not fit the target", where=self.circuit.name, subject="hidden_layers", expected=expected, got=got)
             raise RuntimeUseError(fault)
-        return size
+        return ids
+
+    @cached_property
+    def recycled_size(self) -> int:
+        """Columns of the hidden that one step hands to the next."""
+        return self._columns("next_hidden")
+
+    def _columns(self, output: str) -> int:
+        kind = self.circuit.types[dict(self.circuit.outputs)[output]]
+        assert isinstance(kind, TensorType)
+        return int(kind.shape[-1])
 
     @cached_property
     def vocab_size(self) -> int:
-        """Rows of the drafter's embedding: token ids below this can be fed."""
-        embed = next(node for node in self.circuit.nodes if node.op == "embed")
-        return int(self.circuit.types[embed.inputs[1]].shape[0])  # type: ignore[union-attr]
+        """Token ids below this can be fed: rows of the drafter's embedding, or, where it has none, what it scores."""
+        return int(self._embedding.shape[0]) if self._embedding else self._columns("logits")
+
+    @cached_property
+    def embed_size(self) -> int | None:
+        """Columns of the drafter's embedding, None where it has none."""
+        return int(self._embedding.shape[1]) if self._embedding else None
+
+    @cached_property
+    def _embedding(self) -> TensorType | None:
+        node = next((node for node in self.circuit.nodes if node.op == "embed"), None)
+        return None if node is None else self.circuit.types[node.inputs[1]]  # type: ignore[return-value]
 
     @cached_property
     def mask_words(self) -> int | None:
-        """32-bit words of a grammar's mask; None when the circuit takes none."""
-        words = [int(item.type.shape[1]) for item in self.circuit.inputs if item.name == "allowed"]
-        return words[0] if words else None
+        """32-bit words of a grammar's mask, which is in the target's ids; None when the circuit takes none."""
+        words = next((int(item.type.shape[1]) for item in self.circuit.inputs if item.name == "allowed"), None)
+        if self.kind.at_once or (words is not None and own_ids.takes_own_masks(self.circuit)):
+            return -(-self.vocab_size // own_ids.BITS)
+        return words
+
+    @property
+    def _offsets(self) -> torch.Tensor | None:
+        """What maps a vocabulary of the drafter's own to the target's ids."""
+        name = own_ids.map_of(self.circuit)
+        return None if name is None else self.weights[name]
+
+    def _entry(self, *, masked: bool = False, recycled: bool = False, logits: bool = False) -> str:
+        """The entry of a step. Those of a first step are named apart where a target's hidden is another tensor."""
+        first = not recycled and self._starts_apart
+        if logits or (masked and self.kind.at_once):
+            return "first_logits" if first else "logits"
+        return ("first" if first else "draft") + (MASKED if masked else "")
+
+    @property
+    def masked_entries(self) -> str:
+        """The options that compile what drafts under a mask."""
+        entries = dict.fromkeys(self._entry(masked=True, recycled=recycled) for recycled in (False, True))
+        return " ".join(f"--with {entry}" for entry in entries)
+
+    @cached_property
+    def _starts_apart(self) -> bool:
+        return any(entry.name == "first" for entry in self.circuit.entries)
 
     def model_digest(self) -> str:
         """Of the circuit and of the tensors bound to it, as they are now: KV rows of one digest go together.
@@ -239,33 +327,72 @@ class DraftRunner(abc.ABC):
             digest.update(repr((name, tensor.dtype, tuple(tensor.shape), tensor.data_ptr(), version)).encode())
         return digest.hexdigest()
 
-    @cached_property
-    def embed_size(self) -> int:
-        """Columns of the drafter's embedding."""
-        embed = next(node for node in self.circuit.nodes if node.op == "embed")
-        return int(self.circuit.types[embed.inputs[1]].shape[1])  # type: ignore[union-attr]
-
     # -- work --------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def draft(self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor, kv: Caches) -> DraftStep:
-        """One draft position of n sequences; appends row i at slot[i]."""
+    def _run(self, entry: str, inputs: Mapping[str, torch.Tensor], kv: Caches) -> dict[str, torch.Tensor]:
+        """Outputs of an entry, as fresh tensors, by name without a mask's prefix; any number of rows. Nothing is checked."""
 
-    @abc.abstractmethod
+    @no_autograd()
+    def draft(
+        self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor, kv: Caches, *, recycled: bool = False
+    ) -> DraftStep:
+        """One draft position of n sequences; appends row i at slot[i]."""
+        out = self._step(self._entry(recycled=recycled), token, hidden, position, kv, recycled)
+        return DraftStep(out["draft"], out["logprob"], out["next_hidden"])
+
+    @no_autograd()
     def draft_masked(
-        self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor, kv: Caches, allowed: torch.Tensor
+        self,
+        token: torch.Tensor,
+        hidden: torch.Tensor,
+        position: torch.Tensor,
+        kv: Caches,
+        allowed: torch.Tensor,
+        *,
+        recycled: bool = False,
     ) -> DraftStep:
         """As `draft`, of the tokens that `allowed` allows; the log-probability is the one among them."""
+        self._check_allowed(allowed, self._check_step(token, hidden, position, kv, recycled), needed=True)
+        out = self._step(self._entry(masked=True, recycled=recycled), token, hidden, position, kv, recycled, allowed)
+        return DraftStep(out["draft"], out["logprob"], out["next_hidden"])
 
-    @abc.abstractmethod
-    def context(self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor, kv: Caches) -> None:
-        """Appends any number of rows and computes nothing else. Rows of one sequence come in order."""
-
-    @abc.abstractmethod
+    @no_autograd()
     def logits(
-        self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor, kv: Caches
+        self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor, kv: Caches, *, recycled: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `draft`, but scores instead of the best token: (logits act[n, V], next_hidden act[n, H])."""
+        """As `draft`, but scores instead of the best token: (logits act[n, V], next_hidden act[n, recycled_size])."""
+        out = self._step(self._entry(logits=True, recycled=recycled), token, hidden, position, kv, recycled)
+        return out["logits"], out["next_hidden"]
+
+    def _step(self, entry: str, token, hidden, position, kv: Caches, recycled: bool, allowed=None) -> dict[str, torch.Tensor]:
+        self._check_step(token, hidden, position, kv, recycled)
+        inputs = {"token": token, self._hidden_input(recycled): hidden, "position": position}
+        if allowed is not None:
+            inputs["allowed"] = self._own_mask(allowed)
+        return self._run(entry, inputs, kv)
+
+    def _check_step(self, token, hidden, position, kv: Caches, recycled: bool) -> int:
+        """The number of rows."""
+        if self.kind.at_once:
+            hint = "All its drafts come from one call: `chain`."
+            raise RuntimeUseError(Fault("does not draft step by step", where=self.circuit.name, hint=hint))
+        return self._check_rows(token, hidden, position, kv, recycled)
+
+    def _hidden_input(self, recycled: bool) -> str:
+        """What the hidden of a step is called: a value that later steps are given may have another name."""
+        given = self.circuit.entry("draft").given if recycled else ()
+        return given[0] if given else self._target.name
+
+    @no_autograd()
+    def context(self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor, kv: Caches) -> None:
+        """Appends any number of rows and computes nothing else. Rows of one sequence come in order.
+
+        position: of the tokens, as everywhere; where a row is made of the hidden alone, it lies at that one's, one less.
+        """
+        self._check_rows(token, hidden, position, kv)
+        place = (position - 1).clamp(min=0) if isinstance(self.kind, Block) else position
+        self._run("context", {"token": token, self._target.name: hidden, "position": place}, kv)
 
     @no_autograd()
     def chain(
@@ -278,14 +405,21 @@ class DraftRunner(abc.ABC):
         slots: torch.Tensor,
         *,
         allowed: torch.Tensor | None = None,
+        recycled: bool = False,
     ) -> DraftChain:
         """`steps` draft positions: each takes the draft and the recycled hidden of the one before, one position on.
 
         slots: int32[steps, n], where step k of row i is written; it stands in for the caches' own `slot`. A row whose
         slot is -1 has stopped: from there on it writes nothing and drafts nothing. The caches' `length` is that of
         step 0. `allowed` holds for every step.
+
+        Drafters whose drafts come all at once run one forward; a mask goes with `scores`. Heads take no slots, int32[0, n]. A
+        block takes int32[1 + gamma, n]: of the row of the newest hidden, which `length` counts, and of the block's rows. Its
+        draft k is that of row k + 1, and lacks where the slot does.
         """
-        n = self._check_rows(token, hidden, position, kv)
+        if self.kind.at_once:
+            return self._chain_at_once(steps, token, hidden, position, kv, slots, allowed)
+        n = self._check_rows(token, hidden, position, kv, recycled)
         self._check_allowed(allowed, n)
         self._check_chain(steps, n, position, slots, kv)
         drafts = torch.full((n, steps), -1, dtype=torch.int32, device=self.device)
@@ -297,11 +431,60 @@ class DraftRunner(abc.ABC):
                 for name, cache in kv.items()
             }
             rows = (token * live, hidden, (position + k) * live, caches)
-            step = self.draft(*rows) if allowed is None else self.draft_masked(*rows, allowed)
+            later = recycled or k > 0
+            step = self.draft(*rows, recycled=later) if allowed is None else self.draft_masked(*rows, allowed, recycled=later)
             drafts[:, k] = torch.where(live, step.draft, drafts[:, k])
             logprobs[:, k] = torch.where(live, step.logprob, logprobs[:, k])
             token, hidden = step.draft, step.next_hidden
         return DraftChain(drafts, logprobs, hidden)
+
+    @no_autograd()
+    def scores(
+        self,
+        steps: int,
+        token: torch.Tensor,
+        hidden: torch.Tensor,
+        position: torch.Tensor,
+        kv: Caches,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `chain`, of a drafter whose drafts come all at once: act[n, steps, V], of which `pick` takes what masks allow."""
+        return self._at_once("logits", steps, token, hidden, position, kv, slots)["logits"]
+
+    @no_autograd()
+    def pick(self, scores: torch.Tensor, allowed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(drafts int32[n], logprobs f32[n]) of one draft position's scores [n, V], under masks int32[n, mask_words]."""
+        return own_ids.best_allowed(scores, allowed, self._offsets)
+
+    def _chain_at_once(self, steps, token, hidden, position, kv: Caches, slots, allowed) -> DraftChain:
+        if allowed is not None:
+            hint = "Take `scores`, and `pick` of each draft's."
+            raise RuntimeUseError(Fault("takes no mask", where=self.circuit.name, subject="allowed", hint=hint))
+        made = self._at_once("draft", steps, token, hidden, position, kv, slots)
+        drafts, logprobs = made["draft"], made["logprob"]
+        missing = (0, steps - drafts.shape[1])
+        pad = torch.nn.functional.pad
+        return DraftChain(pad(drafts, missing, value=-1), pad(logprobs, missing, value=float("nan")), hidden)
+
+    def _at_once(self, entry: str, steps: int, token, hidden, position, kv: Caches, slots) -> dict[str, torch.Tensor]:
+        """Outputs [n, steps, ...] of an entry that gives all drafts, or of as many as it gives."""
+        kind = self.kind
+        if isinstance(kind, Heads):
+            self._check_hidden(hidden, hidden.shape[0])
+            made = self._run(entry, {self._target.name: hidden}, {})
+            return {name: value[:, :steps] for name, value in made.items()}
+        assert isinstance(kind, Block), "a drafter that is no chain"
+        n = self._check_rows(token, hidden, position, kv)
+        self._check_block(kind, n, position, slots, kv)
+        self.context(token, hidden, position, context_rows(kv, slots))
+        tokens, positions, caches = block_rows(kind, token, position, kv, slots)
+        made = self._run(entry, {"token": tokens, "position": positions}, caches)
+        made = {name: value.unflatten(0, (n, kind.gamma))[:, 1 : 1 + steps] for name, value in made.items()}
+        if "draft" in made:
+            over = ended(slots, made["draft"].shape[1])
+            made["draft"] = made["draft"].masked_fill(over, -1)
+            made["logprob"] = made["logprob"].masked_fill(over, float("nan"))
+        return made
 
     def start_chain(
         self,
@@ -333,7 +516,9 @@ class DraftRunner(abc.ABC):
 
     # -- checks that every implementation shares ---------------------------------------------------------------
 
-    def _check_rows(self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor, kv: Caches) -> int:
+    def _check_rows(
+        self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor, kv: Caches, recycled: bool = False
+    ) -> int:
         n = token.shape[0] if isinstance(token, torch.Tensor) and token.dim() == 1 else -1
         name = self.circuit.name
         if n < 1:
@@ -341,7 +526,7 @@ class DraftRunner(abc.ABC):
             raise RuntimeUseError(fault)
         self._check_tensor("token", token, (n,))
         self._check_tensor("position", position, (n,))
-        self._check_hidden(hidden, n)
+        self._check_hidden(hidden, n, recycled)
         of_kind(kv, Mapping, "kv", name, "a PagedKV for each state")
         for state in self.circuit.states:
             cache = kv.get(state.name)
@@ -366,10 +551,11 @@ class DraftRunner(abc.ABC):
                 self._check_range("position", position, self.max_position)
         return n
 
-    def _check_hidden(self, hidden: torch.Tensor, n: int) -> None:
-        fits = isinstance(hidden, torch.Tensor) and hidden.shape == (n, self.hidden_size) and hidden.is_floating_point()
+    def _check_hidden(self, hidden: torch.Tensor, n: int, recycled: bool = False) -> None:
+        size = self.recycled_size if recycled else self.hidden_size
+        fits = isinstance(hidden, torch.Tensor) and hidden.shape == (n, size) and hidden.is_floating_point()
         if not fits or hidden.device != self.device:
-            expected = f"float[{n}, {self.hidden_size}] on {self.device}"
+            expected = f"float[{n}, {size}] on {self.device}"
             fault = Fault("does not fit", where=self.circuit.name, subject="hidden", expected=expected, got=shown(hidden))
             raise RuntimeUseError(fault)
 
@@ -379,6 +565,15 @@ class DraftRunner(abc.ABC):
         if self.mask_words is None:
             raise RuntimeUseError(Fault("this program takes no mask", where=self.circuit.name, subject="allowed"))
         self._check_tensor("allowed", cast(torch.Tensor, allowed), (n, self.mask_words))
+
+    def _own_mask(self, allowed: torch.Tensor) -> torch.Tensor:
+        """A mask as the circuit takes it: in ids of its own, where it has such."""
+        offsets = self._offsets if self._takes_own_masks else None
+        return allowed if offsets is None else own_ids.narrowed(allowed.to(offsets.device), offsets)
+
+    @cached_property
+    def _takes_own_masks(self) -> bool:
+        return own_ids.takes_own_masks(self.circuit)
 
     def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
         fits = isinstance(tensor, torch.Tensor) and tensor.shape == shape and tensor.dtype == torch.int32
@@ -430,6 +625,21 @@ class DraftRunner(abc.ABC):
             got = low if low < lowest else high
             expected = f"{lowest}..{limit - 1}"
             raise RuntimeUseError(Fault("out of range", where=self.circuit.name, subject=name, expected=expected, got=str(got)))
+
+    def _check_block(self, kind: Block, n: int, position: torch.Tensor, slots: torch.Tensor, kv: Caches) -> None:
+        self._check_tensor("slots", slots, (1 + kind.gamma, n))
+        if slots.device.type != "cpu" or position.device.type != "cpu":
+            return
+        rows = (slots >= 0).sum(0, dtype=torch.int32)
+        newest = position + (rows - 2).clamp(min=0)  # of the block's last row
+        if self.max_position is not None:
+            self._check_range("position", newest, self.max_position)
+        for name, cache in kv.items():
+            self._check_range("slots", slots.flatten(), cache.k.shape[1] * cache.block_size, lowest=-1)
+            if cache.length.device.type == "cpu":
+                room = cache.table.shape[1] * cache.block_size
+                self._check_range(f"{name}.length", cache.length + (rows - 1).clamp(min=0), room + 1)
+                self._check_table(name, cache, later=kind.gamma)
 
     def _check_chain(
         self, steps: int, n: int, position: torch.Tensor, slots: torch.Tensor, kv: Caches = MappingProxyType({})
@@ -510,30 +720,14 @@ class ReferenceRunner(DraftRunner):
         return ()
 
     def serves(self, n: int, *, masked: bool = False) -> str | None:
-        return "reference" if whole(n, "n", self.circuit.name) >= 1 and not (masked and self.mask_words is None) else None
+        entries = {entry.name for entry in self.circuit.entries}
+        return "reference" if whole(n, "n", self.circuit.name) >= 1 and self._entry(masked=masked) in entries else None
 
-    def draft(self, token, hidden, position, kv) -> DraftStep:
-        out = self._run("draft", token, hidden, position, kv)
-        return DraftStep(out["draft"], out["logprob"], out["next_hidden"])
-
-    def draft_masked(self, token, hidden, position, kv, allowed) -> DraftStep:
-        self._check_allowed(allowed, self._check_rows(token, hidden, position, kv), needed=True)
-        out = self._run("draft_masked", token, hidden, position, kv, allowed=allowed)
-        return DraftStep(out["masked_draft"], out["masked_logprob"], out["next_hidden"])
-
-    def context(self, token, hidden, position, kv) -> None:
-        self._run("context", token, hidden, position, kv)
-
-    def logits(self, token, hidden, position, kv) -> tuple[torch.Tensor, torch.Tensor]:
-        out = self._run("logits", token, hidden, position, kv)
-        return out["logits"], out["next_hidden"]
-
-    @no_autograd()
-    def _run(self, entry: str, token, hidden, position, kv, **more: torch.Tensor) -> dict[str, torch.Tensor]:
-        self._check_rows(token, hidden, position, kv)
+    def _run(self, entry: str, inputs: Mapping[str, torch.Tensor], kv: Caches) -> dict[str, torch.Tensor]:
         self.paths["reference"] += 1
-        inputs = {"token": token, "hidden": hidden.to(self._act), "position": position, **more}
-        return interpret(self.circuit, inputs=inputs, weights=self.weights, states=kv, entry=entry)
+        given = {name: tensor.to(self._act) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
+        made = interpret(self.circuit, inputs=given, weights=self.weights, states=kv, entry=entry)
+        return {name.removeprefix(MASKED_OUTPUT): tensor for name, tensor in made.items()}
 
 
 def _extremes(tensor: torch.Tensor) -> tuple[int, int]:

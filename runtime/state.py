@@ -85,6 +85,7 @@ class MtpProposerState(ProposerState):
     proposed_at: position of the last propose's own token, until `after_verify`.
     unsettled: device-form proposes since the host last knew the rows, oldest first; `history` is as before them.
     cell: where the device keeps its own count of the rows, once a device-form call was made.
+    keeps_rows: False for a drafter that has none.
     """
 
     owner: Any
@@ -97,6 +98,7 @@ class MtpProposerState(ProposerState):
     proposed_at: int | None = None
     unsettled: deque[Unsettled] = field(default_factory=deque)
     cell: int | None = None
+    keeps_rows: bool = True
     freed: bool = False
 
     @property
@@ -117,7 +119,7 @@ class MtpProposerState(ProposerState):
     @property
     def pending_catchup(self) -> int:
         """Rows that are missing before the one of the next token: of the newest token and its accepted drafts."""
-        return max(self.next_token - self.next_position, 0)
+        return max(self.next_token - self.next_position, 0) if self.keeps_rows else 0
 
     @property
     def last_confidence(self) -> float | None:
@@ -132,7 +134,7 @@ class MtpProposerState(ProposerState):
     @property
     def most_rows(self) -> int:
         """Rows at most, whatever the target accepted: a verify adds its token's row and one per accepted draft."""
-        return self.rows + sum(step.count + 1 for step in self.unsettled)
+        return self.rows + sum(step.count + 1 for step in self.unsettled) if self.keeps_rows else 0
 
     def read(self, first: int, tokens: Sequence[int]) -> None:
         """The server said which tokens are at `first` and after."""

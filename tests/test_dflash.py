@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 
 from circuitgraph.checkpoint import bind
 from circuitgraph.circuit.narrow import slice_entry
+from circuitgraph.circuit.text import circuit_from_json, circuit_to_json, format_circuit
+from circuitgraph.errors import CheckpointError
+from circuitgraph.language import parse_circuit
+from circuitgraph.pipeline import work_list
 from tests.compiled_calls import Interpreted, compile_entries
 from tests.fixture_cases import FIXTURES, target_of
 from tests.program_cases import (
@@ -78,3 +85,27 @@ def test_entries_compute_what_they_need(bound) -> None:
     assert {item.name for item in block.inputs} == {"token", "position"}
     assert not {"lm_head", "layers_0.attn.q_proj", "layers_0.ffn.up_proj"} & {weight.name for weight in context.weights}
     assert not {"fc", "hidden_norm"} & {weight.name for weight in block.weights}
+
+
+def test_programs_have_whole_blocks(bound) -> None:
+    assert work_list(bound.circuit, None, (3,), (4,)) == [("draft", 8), ("draft", 24), ("context", 4)]
+
+
+def test_what_a_block_is_made_of_is_a_fact(bound) -> None:
+    facts = dict(bound.circuit.facts)
+    assert (facts["block_size"], facts["mask_token"], facts["hidden_layers"]) == (8, MASK, "1 2 3")
+    assert parse_circuit(format_circuit(bound.circuit)) == bound.circuit
+    assert circuit_from_json(circuit_to_json(bound.circuit)) == bound.circuit
+
+
+@pytest.mark.parametrize(("key", "missing"), [("block_size", "block_size"), ("dflash_config", "mask_token")])
+def test_a_config_that_does_not_say_it_is_refused(key: str, missing: str, tmp_path) -> None:
+    config = json.loads((FIXTURES / NAME / "config.json").read_text())
+    if key == "dflash_config":
+        del config[key]["mask_token_id"]
+    else:
+        del config[key]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=rf"{missing}: the key is missing\. Program 'dflash' needs it for {missing}"):
+        bind("auto", model=file)

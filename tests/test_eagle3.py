@@ -122,15 +122,6 @@ def test_what_cannot_be_given_is_refused(given: str, message: str, tmp_path) -> 
     assert message in str(caught.value)
 
 
-def test_no_runner_drives_it_yet() -> None:
-    from circuitgraph.errors import RuntimeUseError
-    from circuitgraph.runtime import ReferenceRunner
-
-    bound = bind("auto", model=FOLDER, target_model=FOLDER / "target")
-    with pytest.raises(RuntimeUseError, match="takes no 'hidden'; expected an input 'hidden'; got token, aux, position"):
-        _ = ReferenceRunner(bound.circuit, bound.load_weights(positions=4)).hidden_size
-
-
 # -- ids that leave are the target's -------------------------------------------------------------------------------
 
 

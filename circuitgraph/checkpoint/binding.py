@@ -316,7 +316,7 @@ def _decide(
 
 def _check_dims(program: Program, config: ModelConfig) -> None:
     """Every key that the program asks for is in the config. Told here, where the config's file can be named."""
-    wanted = {**program.file.dims, **program.file.params}
+    wanted = {**program.file.dims, **program.file.params, **program.file.constants}
     faults = [
         Fault("the key is missing", where=config.raw.file, subject=key, hint=f"Program '{program.name}' needs it for {name}.")
         for name, key in wanted.items()

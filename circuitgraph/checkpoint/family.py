@@ -35,6 +35,13 @@ class ConfigSwitch(_Strict):
     default: SwitchValue
 
 
+class ItemsDecl(_Strict):
+    """The items of a config's list, as a text with spaces between them; `otherwise` without a list."""
+
+    items: str
+    otherwise: str | None = None
+
+
 class LayerDecl(_Strict):
     """`{layer}` in tensor names: the index of the layer whose tensors start with `found_by`.
 
@@ -70,7 +77,7 @@ class FamilyFile(_Strict):
     sections: list[str] = Field(default_factory=lambda: [""], min_length=1)
     sizes: Literal["own", "target"] = "own"
     counts: dict[str, str] = Field(default_factory=dict)
-    values: dict[str, StrictInt | float | StrictStr] = Field(default_factory=dict)
+    values: dict[str, StrictInt | float | StrictStr | ItemsDecl] = Field(default_factory=dict)
     target: str | None = None
     supports: dict[str, list[ConfigValue]] = Field(default_factory=dict)
     switches: dict[str, SwitchValue | ConfigSwitch] = Field(default_factory=dict)
@@ -128,6 +135,11 @@ class Family:
         for key, text in self.file.values.items():
             if config.find(key) is not None:
                 made[key] = config.find(key)
+                continue
+            if isinstance(text, ItemsDecl):
+                items = config.find(text.items)
+                if isinstance(items, list) or text.otherwise is not None:
+                    made[key] = " ".join(map(str, items)) if isinstance(items, list) else text.otherwise
                 continue
             parts = [made.get(name, config.find(name)) for name in text.split(" * ")] if isinstance(text, str) else [text]
             parts = [len(part) if isinstance(part, list) else part for part in parts]

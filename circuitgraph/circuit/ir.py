@@ -245,6 +245,11 @@ class Circuit:
     def act(self) -> str:
         return dict(self.dtypes)["act"]
 
+    @property
+    def block_size(self) -> int:
+        """Rows of a sequence in a `block` entry: what the program calls so, or 1."""
+        return int(dict(self.facts).get("block_size", 1))
+
     def sources(self) -> Iterator[Value]:
         """Values that exist before the first node: inputs, states, tables, weights."""
         yield from (Value(item.name, item.type) for item in self.inputs)

@@ -68,6 +68,8 @@ def _attribute(value: Attribute) -> str:
 
 
 def _scalar(value: Attribute) -> str:
+    if isinstance(value, str):
+        return value if value.isidentifier() else f'"{value}"'
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -78,6 +78,7 @@ class _Resolver:
         self.dims: dict[str, int] = {}
         self.params: dict[str, Any] = {}
         self.switches: dict[str, SwitchValue] = {}
+        self.constants: dict[str, int | str] = {}
         self.dtypes: dict[str, str] = {}
         self.weights: list[Weight] = []
 
@@ -116,7 +117,7 @@ class _Resolver:
             outputs=outputs,
             effects=effects,
             entries=entries,
-            facts=tuple((name, value) for name, value in {**self.file.facts, **self.switches}.items()),
+            facts=tuple({**self.file.facts, **self.switches, **self.constants}.items()),
         )
 
     # -- decisions ---------------------------------------------------------------------------------------------
@@ -153,6 +154,14 @@ class _Resolver:
                 self._fault(f"parameter {name} needs '{key}', which the config does not give", places["params", name])
             else:
                 self.params[name] = value
+        for name, key in file.constants.items():
+            value = given.config.get(name, given.config.get(key)) if isinstance(key, str) else key
+            if value is None:
+                self._fault(f"constant {name} needs '{key}', which the config does not give", places["constants", name])
+            elif type(value) not in (int, str):
+                self._fault(f"constant {name} must be an integer or a text", places["constants", name], got=repr(value))
+            else:
+                self.constants[name] = value
         for kind, default in (("act", "f32"), ("wt", "bf16"), ("kv", "f32")):
             dtype = getattr(given, kind) or file.dtypes.get(kind, default)  # type: ignore[call-overload]
             if dtype not in FLOAT_DTYPES:
@@ -166,7 +175,7 @@ class _Resolver:
             holds = self._switch(name, where, value) == value and holds
         return holds
 
-    def _switch(self, name: str, where: Location, *values: SwitchValue) -> SwitchValue | None:
+    def _switch(self, name: str, where: Location, *values: SwitchValue) -> Any:
         if name in self.file.facts:  # decided by the program for good, whatever else a block could do
             return self.file.facts[name]
         if name not in self.switches:

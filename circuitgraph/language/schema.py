@@ -104,7 +104,8 @@ class ProgramFile(_Strict):
     params: dict[str, StrictInt | float | StrictStr] = Field(default_factory=dict)
     switches: dict[str, list[SwitchValue]] = Field(default_factory=dict)
     dtypes: dict[Literal["act", "wt", "kv"], str] = Field(default_factory=dict)
-    facts: dict[str, SwitchValue] = Field(default_factory=dict)
+    facts: dict[str, SwitchValue | StrictInt] = Field(default_factory=dict)
+    constants: dict[str, StrictInt | StrictStr] = Field(default_factory=dict)
     inputs: dict[str, str | InputDecl]
     state: dict[str, StateDecl] = Field(default_factory=dict)
     tables: dict[str, TableDecl] = Field(default_factory=dict)

@@ -1,16 +1,18 @@
 """Greedy decoding of a Hugging Face causal LM, plain or speculative, in one loop.
 
 Both kinds run the same code, so that a comparison measures drafting and nothing else. Hiddens are taken with forward
-hooks on the decoder's final norm, which mean the same in every transformers version (`output_hidden_states` does not).
+hooks on the decoder's final norm, or on its layers, which mean the same in every transformers version
+(`output_hidden_states` does not).
 Batch 1; tried with transformers 4.57 to 5.24.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,30 +78,44 @@ class Generation:
 class HiddenTap:
     """Captures the decoder's hidden states, [1, rows, H], of the last forward, while entered.
 
-    source: "post_norm", the output of the final norm, or "pre_norm", its input.
+    source: "post_norm", the output of the final norm, or "pre_norm", its input. layers: the outputs of these layers in its
+    place, side by side (`DraftRunner.hidden_layer_ids`).
     """
 
-    def __init__(self, model: Any, source: str):
+    def __init__(self, model: Any, source: str, layers: Sequence[int] = ()):
+        decoder = model.get_decoder()
+        self._parts: dict[int, torch.Tensor] = {}
+        if layers:
+            self._hooks = [(decoder.layers[layer], functools.partial(self._capture_layer, layer)) for layer in layers]
+            self._order = tuple(layers)
+            return
         if source not in ("post_norm", "pre_norm"):
             expected, got = "post_norm or pre_norm", shown(source)
             raise RuntimeUseError(Fault("cannot be captured", where="HiddenTap", subject="source", expected=expected, got=got))
-        decoder = model.get_decoder()
         names = [name for name in ("norm", "final_layernorm", "ln_f") if hasattr(decoder, name)]
         if not names:
             raise RuntimeUseError(Fault("has no final norm under a known name", where=type(decoder).__name__))
-        self._norm: torch.nn.Module = getattr(decoder, names[0])
-        self._post = source == "post_norm"
-        self.hidden = torch.empty(0)
+        self._hooks = [(getattr(decoder, names[0]), functools.partial(self._capture, source))]
+        self._order = (0,)
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        parts = [self._parts[place] for place in self._order]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def __enter__(self) -> HiddenTap:
-        self._handle = self._norm.register_forward_hook(self._capture)
+        self._handles = [module.register_forward_hook(hook) for module, hook in self._hooks]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
-    def _capture(self, module: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
-        self.hidden = output if self._post else args[0]
+    def _capture(self, source: str, module: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
+        self._parts[0] = output if source == "post_norm" else args[0]
+
+    def _capture_layer(self, layer: int, module: torch.nn.Module, args: tuple, output: Any) -> None:
+        self._parts[layer] = output[0] if isinstance(output, tuple) else output
 
 
 class _Target:
@@ -170,10 +186,14 @@ def generate(
     if proposer is None:
         text = _Text(input_ids, max_new_tokens, ends, streamer, stop)
         return _decode(_Target(model, cache, None), text, None)
-    if proposer.runner.hidden_size != model.config.get_text_config().hidden_size:
-        expected, got = str(proposer.runner.hidden_size), str(model.config.get_text_config().hidden_size)
-        raise RuntimeUseError(Fault("the drafter was made for another model", subject="hidden_size", expected=expected, got=got))
-    with HiddenTap(model, proposer.runner.hidden_source) as tap:
+    runner, config = proposer.runner, model.config.get_text_config()
+    size = runner.hidden_size // runner.hidden_layers
+    if size != config.hidden_size:
+        fault = Fault(
+            "the drafter was made for another model", subject="hidden_size", expected=str(size), got=str(config.hidden_size)
+        )
+        raise RuntimeUseError(fault)
+    with HiddenTap(model, runner.hidden_source, runner.hidden_layer_ids(config.num_hidden_layers)) as tap:
         drafting = _Drafting(proposer, num_drafts, input_ids.shape[1] + max_new_tokens)
         text = _Text(input_ids, max_new_tokens, ends, streamer, stop)
         try:

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from circuitgraph.errors import RuntimeUseError
 from circuitgraph.runtime import BlockPool, DraftRunner, PoolExhausted
 from tests.runtime.audited import Audited
-from tests.runtime.dense import KEPT, Dense
+from tests.runtime.dense import KEPT, Dense, dense_of
 from tests.runtime.grammars import CountingMatcher, bits_of, words_of
 
 MOST_SEQUENCES = 5
@@ -102,7 +102,7 @@ class Machine(RuleBasedStateMachine):
         return [pool[place] for place in order[:count]]
 
     def ready(self) -> list[Sequence]:
-        return [seq for seq in self.sequences if seq.ready]
+        return [seq for seq in self.sequences if seq.ready and seq.position + 8 < 126]
 
     @contextmanager
     def touching(self, *touched: Sequence) -> Iterator[None]:
@@ -113,7 +113,7 @@ class Machine(RuleBasedStateMachine):
             state = seq.state
             if seq.late or seq.last:
                 continue
-            rows = state.rows - (len(state.last_drafts) if seq in touched else 0)
+            rows = state.rows - (seq.dense.loose(len(state.last_drafts)) if seq in touched else 0)
             kept += self.pool.slots(state.lease, 0, rows)
         size = self.pool.block_size
         for carried, _ in self.carried:
@@ -151,10 +151,10 @@ class Machine(RuleBasedStateMachine):
         counts = []
         for seq in seqs:
             lease, have = seq.state.lease, rows(seq)
-            count = max(min(num_drafts, self.runner.max_position - seq.position), 0) if limited else num_drafts
+            position = seq.position if limited else None
             room = (len(lease.blocks) + lease.outstanding + spare) * size - have
-            count = max(min(count, room), 0)
-            need = max(-(-(have + count) // size) - len(lease.blocks), 0) if count else 0
+            count = seq.dense.fits(seq.dense.most(num_drafts, position), room, position)
+            need = max(-(-(have + seq.dense.needs(count, position)) // size) - len(lease.blocks), 0) if count else 0
             spare -= max(need - lease.outstanding, 0)
             counts.append(count)
         return counts
@@ -170,13 +170,14 @@ class Machine(RuleBasedStateMachine):
         seed, text = self.joined, self.words[self.joined % 8][: length + 1]
         asked = None if budget is None else length + 1 + budget
         ledger = self.pool.ledger
-        need = 0 if asked is None else self.pool.blocks_for(min(asked, self.runner.max_position))
+        dense = dense_of(self.reference, self.trim)
+        need = 0 if asked is None else self.pool.blocks_for(dense.promise(asked))
         if need > ledger.free - ledger.promised:
             with self.changing_nothing(), pytest.raises(PoolExhausted):
                 self.proposer.alloc_state_for(asked)
             self.events["admission refused"] += 1
             return
-        seq = Sequence(seed, self.proposer.alloc_state_for(asked), Dense(self.reference, self.trim), text)
+        seq = Sequence(seed, self.proposer.alloc_state_for(asked), dense, text)
         self.sequences.append(seq)
         first = skipped if skipped < length - 1 else 0
         while first < length:
@@ -251,8 +252,9 @@ class Machine(RuleBasedStateMachine):
             assert len(ids) <= count
             self.events["drafts"] += len(ids)
             self.events["drafts under a mask"] += len(ids) if kinds and kinds[row] != "none" else 0
-            self.events["no room"] += count < num_drafts <= self.runner.max_position - positions[row]
-            self.events["limit"] += self.runner.max_position - positions[row] < num_drafts
+            below, without = (seq.dense.most(num_drafts, place) for place in (positions[row], None))
+            self.events["no room"] += count < below == num_drafts
+            self.events["limit"] += below < without
             self.events["cut"] += len(ids) < count
             if len(ids) < count:
                 ended = ids and (ids[-1] in stop_ids or threshold is not None)
@@ -304,7 +306,7 @@ class Machine(RuleBasedStateMachine):
                 seq.drafts = None
                 end = count + 1
                 missing = self.proposer.rows_behind(seq.state, seq.position)
-                assert missing == max(seq.position - seq.dense.next_position, 0)
+                assert missing == seq.dense.behind(seq.position)
                 first = end - min(missing, end)
                 hiddens = self.hidden_rows(seq, position + first - 1, position + end - 1)
                 rows.append((seq, fed[first:end], hiddens, position + first))
@@ -347,9 +349,9 @@ class Machine(RuleBasedStateMachine):
         assert made is out
         taken, fed, rows = [], [], []
         for row, (seq, room) in enumerate(zip(seqs, counts, strict=True)):
-            count = max(min(room, self.runner.max_position - seq.position), 0)
+            count = min(room, seq.dense.most(num_drafts, seq.position))
             self.events["device drafts"] += count
-            self.events["device, no room"] += room < num_drafts
+            self.events["device, no room"] += room < seq.dense.most(num_drafts, None)
             self.events["device, limit"] += count < room
             drafts = [token for token in out[row].tolist() if token >= 0]
             assert out[row].tolist() == drafts + [-1] * (num_drafts - len(drafts))
@@ -505,10 +507,11 @@ class Machine(RuleBasedStateMachine):
             assert self.proposer.last_pair_key(state) == (dense.positions[-1] - 1 if dense.positions else None)
             assert len(state.lease.blocks) == self.pool.blocks_for(len(dense.positions)), "blocks that nobody needs"
             index = torch.tensor(list(self.pool.slots(state.lease, 0, state.rows)), dtype=torch.long, device=dense.device)
-            for mine, theirs in zip(self.pool.storage[dense.state.name], (dense.k, dense.v), strict=True):
-                rows = mine[:, index // size, :, index % size]  # [rows, layers, heads, dim]
-                want = theirs[:, 0, :, : state.rows].permute(2, 0, 1, 3)
-                torch.testing.assert_close(rows, want, rtol=1e-3, atol=1e-3)
+            for name, parts in dense.storage.items():
+                for mine, theirs in zip(self.pool.storage[name], parts, strict=True):
+                    rows = mine[:, index // size, :, index % size]  # [rows, layers, heads, dim]
+                    want = theirs[:, 0, :, : state.rows].permute(2, 0, 1, 3)
+                    torch.testing.assert_close(rows, want, rtol=1e-3, atol=1e-3)
             confidence = self.proposer.last_confidence(state)
             assert confidence is None or (0 < confidence <= 1 + 1e-6 and not math.isnan(confidence))
 

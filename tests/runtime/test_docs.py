@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from circuitgraph.runtime import TRIM, BlockPool, CarriedKV, CompiledRunner, accept_greedy
+from circuitgraph.checkpoint import load_circuit
+from circuitgraph.language import shipped_programs
+from circuitgraph.runtime import TRIM, BlockPool, CarriedKV, CompiledRunner, ReferenceRunner, accept_greedy
+from tests.fixture_cases import target_of
+from tests.runtime import families
 from tests.runtime.helpers import Audited, InterpretedLibrary, Rehearsed, drafter, manifest_of, proposer_of
 
 transformers = pytest.importorskip("transformers")
 
-from circuitgraph.runtime.integrations.transformers import generate  # noqa: E402
+from circuitgraph.runtime.integrations.transformers import HiddenTap, generate  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "embedding.md"
 
@@ -32,17 +36,16 @@ class Sequence:
 
 
 class Target:
-    """What the page asks of a server's model."""
+    """What the page asks of a server's model. layers: whose outputs it hands over, () for the last one's after the norm."""
 
-    def __init__(self, model):
-        self.model = model
+    def __init__(self, model, layers=()):
+        self.model, self.layers = model, layers
         self.cache_name = "cache" if "cache" in inspect.signature(model.model.forward).parameters else "past_key_values"
 
     def _feed(self, cache, tokens):
-        with torch.no_grad():
+        with torch.no_grad(), HiddenTap(self.model, "post_norm", self.layers) as tap:
             out = self.model.model(input_ids=torch.tensor([tokens]), use_cache=True, **{self.cache_name: cache})
-            hidden = out.last_hidden_state[0]
-            return hidden, self.model.lm_head(hidden).argmax(-1).tolist()
+            return tap.hidden[0], self.model.lm_head(out.last_hidden_state[0]).argmax(-1).tolist()
 
     def prefill(self, prompt):
         cache = transformers.DynamicCache(config=self.model.config)
@@ -83,7 +86,7 @@ def blocks() -> list:
     return [compile(text, str(PAGE), "exec") for text in texts]
 
 
-def run_page(model, kind: type, trim: str, make) -> dict[str, Any]:
+def run_page(model, kind: type, trim: str, make, layers=()) -> dict[str, Any]:
     """The page's names, once its blocks but the last have run."""
     page = {
         "BlockPool": BlockPool,
@@ -94,7 +97,7 @@ def run_page(model, kind: type, trim: str, make) -> dict[str, Any]:
         "input_ids": INPUT_IDS,
         "load_runner": make,
         "model": model,
-        "target": Target(model),
+        "target": Target(model, layers),
     }
     code = blocks()
     assert len(code) == 4
@@ -171,3 +174,72 @@ def test_one_user(model):
     page["proposer"] = proposer_of()
     exec(blocks()[-1], page)
     assert page["result"].ids == page["plain"].ids == page["ids"][0, 3:].tolist()
+
+
+# -- families ------------------------------------------------------------------------------------------------------
+
+
+def target_model(name: str):
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(target_of(name), dtype=torch.float32).eval()
+    loaded.config.eos_token_id = loaded.generation_config.eos_token_id = None
+    return loaded
+
+
+@pytest.mark.parametrize("kind", [Rehearsed, Audited], ids=["good", "broken"])
+@pytest.mark.parametrize(("name", "runner"), families.CASES)
+def test_the_page_serves_every_family(name: str, runner: str, kind):
+    """The loop as it stands, on each family's own target: its text, its memory, and every hidden that was handed over."""
+    model, made = target_model(name), families.RUNNERS[runner](name, 128)
+    texts = [target_text(model, prompt) for prompt in PROMPTS]
+    page = run_page(model, kind, "exact", lambda: made, made.hidden_layer_ids(model.config.num_hidden_layers))
+    page["proposer"].texts = texts
+    sequences = [page["admit"](prompt, 20) for prompt in PROMPTS]
+    serve(page, list(sequences))
+    assert [s.tokens for s in sequences] == texts
+    if kind is Rehearsed:
+        assert page["proposer"].metrics.mean_accepted_length > 1.5
+    checked = sequences if kind is Rehearsed and made.kind.keeps_rows else []
+    for s in checked:
+        page["proposer"].check(s.state, s.tokens, page["target"].prefill(s.tokens)[0])
+    starts = [len(s.tokens) - 1 for s in sequences]
+    page["proposer"].texts = texts = [target_text(model, [*s.tokens, *QUESTION]) for s in sequences]
+    for s in sequences:
+        page["resume"](s, page["park"](s), QUESTION, 20)
+    serve(page, list(sequences))
+    assert [s.tokens for s in sequences] == texts
+    for s, start in zip(checked, starts, strict=False):
+        page["proposer"].check(s.state, s.tokens, page["target"].prefill(s.tokens)[0], start=start)
+    for s in sequences:
+        page["finish"](s)
+    assert page["pool"].ledger.free == page["pool"].total
+
+
+def rows_of_the_table() -> list[list[str]]:
+    lines = re.search(r"^\| program \| kind .*?\n\n", PAGE.read_text(), re.MULTILINE | re.DOTALL)[0].splitlines()[2:]  # type: ignore[index]
+    return [[cell.strip() for cell in line.strip("| ").split(" |")] for line in lines if line]
+
+
+def test_the_table_of_families_is_true_and_whole():
+    rows = {program: row for row in rows_of_the_table() for program in row[0].split(", ")}
+    assert set(rows) == set(shipped_programs())
+    for program, (_, kind, source, layers, most, writes, stays, masks) in rows.items():
+        circuit = load_circuit(program)
+        names: list[tuple[str, Any]] = [(item.name, item.type.shape) for item in circuit.weights]
+        names += [(value.name, (4, 4)) for table in circuit.tables for value in table.tensors()]
+        runner = ReferenceRunner(circuit, {name: torch.empty(shape, device="meta") for name, shape in names})
+        drafter = runner.kind
+        assert runner.hidden_source in source.split(", ")
+        assert (type(drafter).__name__.lower(), runner.hidden_layers) == (kind, int(layers))
+        assert (drafter.writes(3), drafter.adds(3)) == (int(writes), int(stays))
+        assert drafter.most_drafts == (int(most) if most else None)
+        assert runner.masked_entries == " ".join(f"--with {entry}" for entry in masks.split(", "))
+        assert {circuit.entry(entry).on_request for entry in masks.split(", ")} == {True}
+
+
+@pytest.mark.parametrize("name", families.NAMES)
+def test_one_user_with_every_family(name: str):
+    model, runner = target_model(name), families.reference(name, 128)
+    proposer = proposer_of(runner)
+    result = generate(model, INPUT_IDS, proposer=proposer, num_drafts=3, max_new_tokens=32)
+    assert result.ids == generate(model, INPUT_IDS, max_new_tokens=32).ids
+    assert result.stats.drafts > 0

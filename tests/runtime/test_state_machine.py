@@ -1,4 +1,5 @@
-"""The lifecycle against a dense cache: random interleavings (`machine`) on the reference and on compiled programs."""
+"""The lifecycle against a dense cache: random interleavings (`machine`) on the reference and on compiled programs, for a head
+that drafts step by step, and, shorter, for the other kinds of drafters."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import pytest
 import circuitgraph
 from circuitgraph.runtime import DraftRunner, ReferenceRunner, load
 from tests.cli.conftest import TINY
+from tests.runtime import families
 from tests.runtime.dense import KEPT
 from tests.runtime.helpers import drafter
 from tests.runtime.machine import LIMIT, machine_of
@@ -47,8 +49,21 @@ CASES = [
 ]
 
 
+def family(name: str, kind: str) -> tuple[DraftRunner, DraftRunner]:
+    runner = families.RUNNERS[kind](name, LIMIT)
+    return runner, ReferenceRunner(runner.circuit, runner.weights)
+
+
+FAMILIES = [
+    machine_of(f"{kind}_{name}_{trim}", functools.partial(family, name, kind), 1600, trim=trim)
+    for name, kind in families.CASES
+    for trim in (("exact", "valid", "seed") if (name, kind) == ("eagle3_llama", "reference") else ("exact",))
+    if name != "eagle1_llama"  # as the others above, and in `test_families`
+]
+
+
 @pytest.mark.shows("goal random interleavings", "rule 1", "rule 2", "rule 3")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removesuffix(".TestCase"))
+@pytest.mark.parametrize("case", [*CASES, *FAMILIES], ids=lambda case: case.__name__.removesuffix(".TestCase"))
 def test_random_operations(case):
     case("runTest").runTest()
 
@@ -58,6 +73,16 @@ EVENTS = (
     "device drafts", "device, no room", "device, limit", "device rows caught up", "settled",
     "installed", "installed in part", "not installed",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", families.ENTRIES)
+def test_the_machine_gets_everywhere_with(name: str):
+    events = sum((case.events for case in FAMILIES if f"_{name}_" in case.__name__), Counter())
+    if "operations" not in events:
+        pytest.skip("runs with the machines only")
+    never = {"no room", "device, no room", "limit", "device, limit", "rows caught up", "admission refused"}
+    never |= {"installed", "installed in part", "not installed"}
+    assert {event for event in EVENTS if not events[event]} == (never if name == "medusa1" else set())
 
 
 @pytest.mark.shows("goal random interleavings")
