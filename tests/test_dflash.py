@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from tests.fixture_cases import FIXTURES, target_of
 from tests.program_cases import (
     DFLASH,
     DFLASH_PROGRAMS,
+    MASK,
     after_context,
     check_a_smaller_block,
     check_catching_up,
@@ -100,7 +100,7 @@ def test_what_a_block_is_made_of_is_a_fact(bound) -> None:
 
 @pytest.mark.parametrize(("key", "missing"), [("block_size", "block_size"), ("dflash_config", "mask_token")])
 def test_a_config_that_does_not_say_it_is_refused(key: str, missing: str, tmp_path) -> None:
-    config = json.loads((FIXTURES / NAME / "config.json").read_text())
+    config = json.loads((FIXTURES / DFLASH / "config.json").read_text())
     if key == "dflash_config":
         del config[key]["mask_token_id"]
     else:

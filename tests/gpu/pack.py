@@ -71,10 +71,11 @@ class Case:
     entries: Sequence[str] = ("draft", "logits", "context")
     program: str = "mtp_dense"
     storage: Mapping[str, str] = field(default_factory=dict)
+    block: int = 1
 
     def rows(self, entry: str) -> Sequence[int]:
-        """Of the programs of an entry: blocks are cut as context is."""
-        return self.context_rows if entry == "context" or self.program == "dflash" else self.widths
+        """Of the programs of an entry; `block` rows of each sequence draft at once."""
+        return self.context_rows if entry == "context" else [self.block * width for width in self.widths]
 
 
 ODD = {"hidden_size": 120, "head_dim": 24, "intermediate_size": 88, "vocab_size": 331}
@@ -284,14 +285,23 @@ CASES = (
     Case("latent_odd_f32", sizes=SMALL_LATENT, act="f32", wt="f32", kv="f32", widths=(1, 3), context_rows=(5,), **LATENT),
     # Programs that no runner drives: their functions are called as they are (test_direct.py).
     *(
-        Case(f"direct_fixture_{model}", model, None, {}, "f32", None, "f32", widths, context_rows, entries, program)
-        for model, program, widths, context_rows, entries in (
-            ("dflash_qwen3", "dflash", (1,), (8, 35), ("draft", "logits", "context")),
-            ("eagle3_llama", "eagle3", (1, 3), (16,), ("first", "draft", "context")),
-            ("medusa1", "medusa", (1, 3), (16,), ("draft", "logits")),
+        Case(f"direct_fixture_{model}", model, None, {}, "f32", None, "f32", widths, rows, entries, program, {}, block)
+        for model, program, widths, rows, block, entries in (
+            ("dflash_qwen3", "dflash", (1, 4), (8, 35), 8, ("draft", "logits", "context")),
+            ("eagle3_llama", "eagle3", (1, 3), (16,), 1, ("first", "draft", "context")),
+            ("medusa1", "medusa", (1, 3), (16,), 1, ("draft", "logits")),
         )
     ),
-    Case("direct_dflash", "dflash_qwen3", DFLASH_SIZES, context_rows=(16, 48), entries=STEP, program="dflash"),
+    Case(
+        "direct_dflash",
+        "dflash_qwen3",
+        DFLASH_SIZES,
+        widths=(1, 3),
+        context_rows=(16, 48),
+        entries=STEP,
+        program="dflash",
+        block=16,
+    ),
     Case("direct_eagle3", "eagle3_llama", EAGLE3_SIZES, widths=(1, 8), entries=("first", *STEP), program="eagle3"),
     Case("direct_medusa", "medusa1", MEDUSA_SIZES, widths=(1, 8, 40), entries=("draft", "logits"), program="medusa"),
     # Latent attention alone, where a few cache rows can be told from all others.
