@@ -10,13 +10,14 @@ TYPES := build/types
 READY := $(VENV)/installed
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
-.PHONY: help install demo test lint format gpu-pack clean
+.PHONY: help install demo test lint format mutants gpu-pack clean
 
 help:
 	@echo "make demo     the shipped drafter end to end: compile, verify, bench, generate (minutes)"
 	@echo "make test     lint and all tests"
 	@echo "make lint     ruff and types only"
 	@echo "make format   rewrite the sources as ruff formats them"
+	@echo "make mutants  each method of the proposer made to do nothing: does a test fail? (minutes)"
 	@echo "make gpu-pack build the artifacts of the GPU tests into build/gpu (needs nvcc, no GPU)"
 	@echo "make install  only set up $(VENV)"
 
@@ -56,6 +57,9 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix --quiet
 	$(BIN)/ruff format
+
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants
 
 # Then, on a machine with the GPU and Python $(GPU_PYTHON): python -m pip install build/gpu/wheels/*-cp312-*.whl, and
 # python -m pytest tests/gpu --artifacts build/gpu --record tests/gpu/record.json

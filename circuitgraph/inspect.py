@@ -13,6 +13,7 @@ from .circuit.ir import Circuit
 from .circuit.text import format_circuit
 from .errors import ArtifactError, CircuitError, Fault, did_you_mean
 from .pipeline import STAGES, Run, form_text, plan_piece
+from .places import find_program, is_artifact
 from .plan.ir import Plan
 from .plan.schedule import load_schedule
 from .plan.text import plan_records
@@ -65,7 +66,7 @@ def stage_text(
     """
     if stage not in TEXT_STAGES:
         raise CircuitError(Fault(f"no stage '{stage}'", hint=did_you_mean(stage, TEXT_STAGES)))
-    if _is_artifact(program):
+    if is_artifact(program):
         _refuse_decided(program, family=family, model=model, switches=switches, schedule_file=schedule_file)
         return _artifact_text(_open_artifact(Path(program), target), entry, width, stage)
     if stage == "load":
@@ -111,7 +112,7 @@ def explain(
     Raises:
         CircuitgraphError: the program does not load, no rule accepts a group, or the artifact has no such entry and width.
     """
-    if _is_artifact(program):
+    if is_artifact(program):
         _refuse_decided(program, family=family, model=model, switches=switches, schedule_file=schedule_file)
         records = _artifact_records(_open_artifact(Path(program), target), entry, width)
     else:
@@ -151,18 +152,13 @@ def program_circuit(program: str | Path, *, family=None, model=None, switches=No
 
 
 def _program_text(program: str | Path) -> str:
-    from .language import find_program, load_program
+    from .language import load_program
 
     loaded = load_program(program)
     parts = [find_program(program).read_text(encoding="utf-8")]
     for name, block in sorted(loaded.blocks.items()):
         parts.append(f"# block {name}, from {block.places.file}: {block.file.doc.strip()}\n")
     return "\n".join(parts)
-
-
-def _is_artifact(program: str | Path) -> bool:
-    path = Path(program)
-    return (path / "manifest.json").is_file() or (path.is_file() and path.suffix in (".zip", ".cg"))
 
 
 def _refuse_decided(program: str | Path, **options: Any) -> None:

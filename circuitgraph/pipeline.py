@@ -11,7 +11,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from .plan.ir import Plan
 from .plan.packed import unreadable
 from .plan.place import place, verify_placement
 from .plan.schedule import Rule, load_schedule, schedule
-from .plan.text import format_groups, format_plan
+from .plan.text import CONTEXT_FOR_COST, format_groups, format_plan
 from .target import Target, backend_of, parse_targets
 
 STAGES = ("load", "resolve", "check", "slice", "specialize", "fuse", "schedule", "place", "lower", "build", "pack")
@@ -107,6 +107,16 @@ class CompileResult:
     manifest: Any = None
     report: Any = None
 
+    def step_bytes(self) -> tuple[int, int] | None:
+        """(now, with plain weights) what one step of the narrowest draft program reads and writes; None without plans."""
+        plans = [plan for plan in self.plans if plan.entry == "draft" and plan.choices]
+        if not plans:
+            return None
+        plan = min(plans, key=lambda plan: plan.rows)
+        plain = replace(plan, circuit=plan.circuit.with_storage({}))
+        now, before = (sum(form.cost(group, CONTEXT_FOR_COST).bytes for group in form.groups) for form in (plan, plain))
+        return now, before
+
 
 def compile(
     program: str | Path,
@@ -124,6 +134,9 @@ def compile(
     kv: str = "f32",
     wt: str | None = None,
     schedule_file: str | Path | None = None,
+    quantize: Mapping[str, str] | None = None,
+    dequantise: bool = False,
+    draft_vocab: int | str | Path | Sequence[int] | None = None,
     overwrite: bool = False,
     stop_after: str | None = None,
     observer: Observer | None = None,
@@ -144,6 +157,12 @@ def compile(
         switches: overrides of the family's switches.
         act, kv, wt: dtypes of activations, cache and (for random weights) weights: f32, bf16 or f16.
         schedule_file: schedule rules to use instead of the target's shipped ones.
+        quantize: circuit weights, by name or pattern (`layer.*`), to the format that their copy in the artifact has:
+            fp8 (e4m3, a scale a row), fp8-block (a scale for 128x128), int8 (a scale a row), nvfp4 or mxfp4. A name that
+            kernels cannot read in that format is refused; of what a pattern fits, it stays as it is.
+        dequantise: weights that the checkpoint has quantised become floats when they are loaded, whatever kernels can read.
+        draft_vocab: the head scores the first so many tokens alone, or the listed ones (ids, or a file of them; see
+            `checkpoint.vocabulary`). Drafts and masks stay in target ids.
         stop_after: a stage of `STAGES`.
         observer: called after every stage; see `Observer`.
         dump: a folder that gets the text of every stage's result, `05_fuse_draft_4.txt` and so on.
@@ -161,14 +180,17 @@ def compile(
     if stop_after in (None, "pack"):
         check_output(out, overwrite=overwrite)
     run = Run(observer, Path(dump) if dump else None)
-    bound = bind_program(run, program, model, family, target_model, switches, act, kv, wt)
+    bound = bind_program(run, program, model, family, target_model, switches, act, kv, wt, not dequantise)
+    if draft_vocab is not None or quantize:
+        bound = _made(bound, quantize or {}, draft_vocab)
+        run("check", bound.circuit.name, lambda: bound.circuit)
     name = bound.circuit.name
     if stop_after in ("load", "resolve", "check"):
         return CompileResult(None, bound.circuit, (), run.seconds, report=bound.report)
     pieces = work_list(bound.circuit, entries, widths, context_rows)
     targets = parse_targets(target)
     rules = load_schedule(targets[0].kind, Path(schedule_file) if schedule_file else None)
-    bound = _readable(bound, pieces, targets, rules)
+    bound = _readable(bound, pieces, targets, rules, set(quantize or ()))
     # Stages of several architectures have the same names: what they leave is dumped in folders apart.
     apart = {each: Run(observer, run.dump / each.arch if run.dump else None, run.seconds) for each in targets}
     runs = apart if len(targets) > 1 else dict.fromkeys(targets, run)
@@ -193,7 +215,7 @@ def compile(
             "model": str(Path(model).resolve()),
             "target_model": str(bound.model.target.path.resolve()) if bound.model.target is not None else None,
         }
-        artifact = run("pack", name, lambda: pack(Path(out), bound, codes, options, overwrite))
+        artifact = run("pack", name, lambda: pack(Path(out), bound, codes, options, overwrite, Path(folder)))
     return CompileResult(artifact.folder, bound.circuit, plans, run.seconds, artifact.manifest, bound.report)
 
 
@@ -211,15 +233,30 @@ def _build(run: Run, name: str, target: Target, plans: Sequence[Any], folder: Pa
     return Code(backend.description(), plans, scripts, built)
 
 
-def _readable(bound: Any, pieces: Sequence[tuple[str, int]], targets: Sequence[Target], rules: tuple[Rule, ...]) -> Any:
+def _made(bound: Any, quantize: Mapping[str, str], draft_vocab: int | str | Path | Sequence[int] | None) -> Any:
+    """The bound program with the vocabulary and the formats that the caller wants."""
+    from .checkpoint.made import chosen, quantising, restricting
+    from .checkpoint.vocabulary import draft_vocabulary
+
+    if draft_vocab is not None:
+        bound = restricting(bound, draft_vocabulary(draft_vocab, bound.config.values["vocab_size"]))
+    return quantising(bound, chosen(bound, quantize))
+
+
+def _readable(
+    bound: Any, pieces: Sequence[tuple[str, int]], targets: Sequence[Target], rules: tuple[Rule, ...], required: set[str]
+) -> Any:
     """The bound program with those weights alone quantised that the kernels of every target read as they are."""
+    from .checkpoint.made import keeping_plain
+
     for target in targets:
-        unread = unreadable(bound.circuit, pieces, target.of_plans, rules) if bound.circuit.storage else {}
-        bound = bound.dequantising(unread) if unread else bound
+        unread = unreadable(bound.circuit, pieces, target.of_plans, rules, required) if bound.circuit.storage else {}
+        if unread:
+            bound = keeping_plain(bound.dequantising(unread), [name for name in unread if name in bound.made])
     return bound
 
 
-def bind_program(run: Run, program, model, family, target_model, switches, act, kv, wt) -> Any:
+def bind_program(run: Run, program, model, family, target_model, switches, act, kv, wt, keep_packed: bool) -> Any:
     """Stages `load` to `check`: the program bound to a checkpoint, a `checkpoint.BoundProgram`."""
     from .checkpoint import bind
 
@@ -235,7 +272,7 @@ def bind_program(run: Run, program, model, family, target_model, switches, act, 
             act=act,
             kv=kv,
             wt=wt,
-            keep_packed=True,
+            keep_packed=keep_packed,
         ),
     )
     run("resolve", bound.circuit.name, lambda: bound.circuit)

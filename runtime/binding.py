@@ -13,7 +13,11 @@ from circuitgraph.circuit.ir import Circuit
 from circuitgraph.errors import CheckpointError, Fault, RuntimeUseError, did_you_mean
 from circuitgraph.ops import DTYPE_NAMES, TORCH_DTYPES
 
+from .arguments import device_of, of_kind, shown, whole
 from .rope import RopeSpec, rope_tables
+
+MOST_POSITIONS = 1 << 26
+"""Rows of RoPE tables: beyond all models by far, and still some gigabytes."""
 
 
 def bind_weights(
@@ -40,11 +44,16 @@ def bind_weights(
         CheckpointError: a folder, config or tensor that does not fit, naming both sides.
         RuntimeUseError: given weights that do not fit, or a weight that nothing provides.
     """
-    manifest, device = artifact.manifest, torch.device(device)
-    if max_position is not None and max_position < 1:
-        raise RuntimeUseError(
-            Fault("needs room for a token", subject="max_position", expected="1 or more", got=str(max_position))
-        )
+    of_kind(artifact, Artifact, "artifact", "bind_weights", "an Artifact, as read_artifact gives")
+    manifest = artifact.manifest
+    device = device_of(device, manifest.program)
+    if max_position is not None:
+        text = "needs room for a token, and for tables of so many rows"
+        whole(max_position, "max_position", manifest.program, least=1, most=MOST_POSITIONS, message=text)
+    whole(seed, "seed", manifest.program, most=2**63 - 1, message="is no seed")
+    for name, folder in (("model", model), ("target_model", target_model)):
+        of_kind(folder, (str, Path, type(None)), name, manifest.program, "a folder")
+    of_kind(weights, (Mapping, type(None)), "weights", manifest.program, "tensors by the circuit's names")
     folders: dict[str, Path] = {}
     if model is not None:
         _check_config(
@@ -55,6 +64,10 @@ def bind_weights(
             if not manifest.model.target_digest:
                 folders["target"] = Path(model)
     if target_model is not None:
+        if not Path(target_model).exists():
+            raise CheckpointError(
+                Fault("does not exist", where=str(target_model), hint="Give target_model= the target's folder.")
+            )
         if manifest.model.target_digest:
             what = f"target that '{manifest.model.name}' was compiled with"
             _check_config(Path(target_model), manifest.model.target_digest, what)
@@ -88,6 +101,7 @@ def check_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], devic
     Raises:
         RuntimeUseError: every one that is missing, unknown, or of another shape, dtype, layout or device.
     """
+    of_kind(weights, Mapping, "weights", manifest.program, "tensors by the circuit's names")
     tables = {value.name: value for table in manifest.circuit.tables for value in table.tensors()}
     specs = {value.name: (spec, value) for name, spec in manifest.weights.items() for value in spec.weight(name).tensors()}
     faults = []
@@ -100,6 +114,9 @@ def check_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], devic
         }
         faults.append(Fault("nothing provides it", where=manifest.program, subject=name, hint=hint.get(source)))
     for name, tensor in weights.items():
+        if not isinstance(tensor, torch.Tensor):
+            faults.append(Fault("is no tensor", where=manifest.program, subject=str(name), got=shown(tensor)))
+            continue
         hint = None
         if name in specs:
             spec, value = specs[name]
@@ -109,8 +126,8 @@ def check_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], devic
             rows = tensor.shape[:1] or ("rows",)
             dtype, shape = "f32", (*rows, tables[name].type.shape[1])  # type: ignore[union-attr]
         else:
-            hint = did_you_mean(name, {*specs, *tables})
-            faults.append(Fault("is not a weight of this program", where=manifest.program, subject=name, hint=hint))
+            hint = did_you_mean(str(name), {*specs, *tables})
+            faults.append(Fault("is not a weight of this program", where=manifest.program, subject=str(name), hint=hint))
             continue
         fits = tuple(tensor.shape) == shape and tensor.dtype == TORCH_DTYPES[dtype]
         if not (fits and tensor.is_contiguous() and tensor.device == device):

@@ -18,6 +18,7 @@ from circuitgraph.artifact import Arg, Artifact, Function, Manifest
 from circuitgraph.errors import ArtifactError, Fault, RuntimeUseError
 from circuitgraph.ops import TORCH_DTYPES, PagedKV
 
+from .arguments import device_of, of_kind, shown, whole
 from .binding import check_weights
 from .cover import cover
 from .runner import Caches, DraftChain, DraftRunner, DraftStep, no_autograd
@@ -60,14 +61,20 @@ class CompiledRunner(DraftRunner):
         fallback: str = "cover",
     ):
         super().__init__()
+        of_kind(manifest, Manifest, "manifest", "CompiledRunner", "a Manifest")
+        of_kind(functions, Mapping, "functions", manifest.program, "callables by symbol, as open_library gives them")
         self.manifest = manifest
         self.circuit = manifest.circuit
-        self.device = torch.device(device)
-        if fallback not in FALLBACKS:
-            fault = Fault("no such fallback", subject="fallback", expected=", ".join(FALLBACKS), got=repr(fallback))
-            raise RuntimeUseError(fault)
+        self.device = device_of(device, manifest.program)
+        check_fallback(fallback)
         if fallback == "single" and 1 not in manifest.widths("draft"):
             raise ArtifactError(Fault("has no one-row draft program, which fallback='single' needs", where=manifest.program))
+        absent = sorted({function.symbol for function in manifest.functions.values()} - set(functions))
+        if absent:
+            fault = Fault(
+                "functions are missing", where=manifest.program, expected="those of open_library", got=", ".join(absent)
+            )
+            raise RuntimeUseError(fault)
         self.fallback = fallback
         self.weights = self._fitting(weights)
         with no_autograd():
@@ -92,6 +99,7 @@ class CompiledRunner(DraftRunner):
         Raises:
             RuntimeUseError: one that does not fit; then none was changed.
         """
+        of_kind(weights, Mapping, "weights", self.circuit.name, "tensors by the circuit's names")
         self.weights = self._fitting({**self.weights, **weights})
         self._bind()
 
@@ -124,7 +132,7 @@ class CompiledRunner(DraftRunner):
 
     def _path(self, entry: str, n: int) -> str | None:
         widths = self._widths(entry)
-        if n < 1 or not widths:
+        if whole(n, "n", self.circuit.name) < 1 or not widths:
             return None
         if n in widths:
             return "n-row"
@@ -141,7 +149,7 @@ class CompiledRunner(DraftRunner):
     @no_autograd()
     def draft_masked(self, token, hidden, position, kv, allowed) -> DraftStep:
         n = self._check_rows(token, hidden, position, kv)
-        self._check_allowed(allowed, n)
+        self._check_allowed(allowed, n, needed=True)
         out = self._run_rows(MASKED, n, _Rows(token, hidden, position, kv, allowed=allowed))
         return DraftStep(out["draft"], out["logprob"], out["next_hidden"])
 
@@ -372,8 +380,11 @@ def open_library(artifact: Artifact, *, threads: int | None = None) -> dict[str,
         loads it once.
 
     Raises:
-        ArtifactError: it does not load here, or lacks a function that the manifest lists.
+        RuntimeUseError: no number of threads. ArtifactError: it does not load here, or lacks a function that the manifest
+            lists.
     """
+    of_kind(artifact, Artifact, "artifact", "open_library", "an Artifact, as read_artifact gives")
+    check_threads(threads, artifact.library)
     path = artifact.library.resolve()
     try:
         module = tvm_ffi.load_module(str(path))
@@ -386,20 +397,26 @@ def open_library(artifact: Artifact, *, threads: int | None = None) -> dict[str,
             raise ArtifactError(Fault(f"has no function '{function.symbol}'", where=str(path), hint="Compile again."))
         functions[function.symbol] = module.get_function(function.symbol)
     functions.update({name: module.get_function(name) for name in CHAIN_FUNCTIONS if module.implements_function(name)})
-    _set_threads(module, threads, path)
+    _set_threads(module, threads)
     return functions
 
 
-def _set_threads(module: Any, threads: int | None, path: Path) -> None:
+def check_fallback(fallback: Any) -> None:
+    if fallback not in FALLBACKS:
+        expected, got = ", ".join(FALLBACKS), shown(fallback)
+        raise RuntimeUseError(Fault("no such fallback", subject="fallback", expected=expected, got=got))
+
+
+def check_threads(threads: Any, path: Path | str) -> None:
+    if threads is not None:
+        whole(threads, "threads", str(path), least=1, most=MOST_THREADS, message="is no number of threads")
+
+
+def _set_threads(module: Any, threads: int | None) -> None:
     """CPU libraries export `circuitgraph_init(threads)`; device libraries have none.
 
     torch's number is passed on, since OpenMP's own is another in each calling thread.
     """
-    if threads is not None and not (isinstance(threads, int) and 1 <= threads <= MOST_THREADS):
-        expected = f"1..{MOST_THREADS}"
-        raise RuntimeUseError(
-            Fault("is no number of threads", where=str(path), subject="threads", expected=expected, got=repr(threads))
-        )
     if module.implements_function("circuitgraph_init"):
         module.get_function("circuitgraph_init")(threads or torch.get_num_threads())
 

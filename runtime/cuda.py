@@ -23,8 +23,9 @@ from circuitgraph.artifact import Manifest, check_device
 from circuitgraph.errors import Fault, RuntimeUseError
 from circuitgraph.ops import TORCH_DTYPES, PagedKV
 
+from .arguments import shown
 from .compiled import CHAIN_FUNCTIONS, MASKED, MASKED_OUTPUT, CompiledRunner, _Program
-from .runner import Blocks, Caches, ChainRows, DraftChain, Drafts, DraftStep, _kind, no_autograd
+from .runner import Blocks, Caches, ChainRows, DraftChain, Drafts, DraftStep, no_autograd
 
 ADDRESSING = ("slot", "seq", "table", "start", "length")
 """The integers of a `PagedKV`, in its own order."""
@@ -93,18 +94,19 @@ class CudaRunner(CompiledRunner):
         check_alignment(checked, self.circuit.name)
         return checked
 
-    def _check_allowed(self, allowed: torch.Tensor | None, n: int) -> None:
-        super()._check_allowed(allowed, n)
+    def _check_allowed(self, allowed: torch.Tensor | None, n: int, *, needed: bool = False) -> None:
+        super()._check_allowed(allowed, n, needed=needed)
         if allowed is not None and allowed.device.type == "cpu" and torch.cuda.is_current_stream_capturing():
             hint = "Put it into a device tensor, and write that before each replay."
             fault = Fault("a mask of the host cannot be part of a graph", where=self.circuit.name, subject="allowed", hint=hint)
             raise RuntimeUseError(fault)
 
     def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-        if tensor.shape != shape or tensor.dtype != torch.int32 or tensor.device not in (self.device, torch.device("cpu")):
+        fits = isinstance(tensor, torch.Tensor) and tensor.shape == shape and tensor.dtype == torch.int32
+        if not fits or tensor.device not in (self.device, torch.device("cpu")):
             expected = f"i32[{', '.join(map(str, shape))}] on {self.device} or the host"
             raise RuntimeUseError(
-                Fault("does not fit", where=self.circuit.name, subject=name, expected=expected, got=_kind(tensor))
+                Fault("does not fit", where=self.circuit.name, subject=name, expected=expected, got=shown(tensor))
             )
 
     @property
@@ -115,22 +117,22 @@ class CudaRunner(CompiledRunner):
 
     @no_autograd()
     def draft(self, token, hidden, position, kv) -> DraftStep:
+        self._check_rows(token, hidden, position, kv)
         if torch.cuda.is_current_stream_capturing() or len(kv) != 1:  # a graph has one slot per row for all states
             token, position, kv, _ = self._on_device(token, position, kv)
             with self._stream():
                 return super().draft(token, hidden, position, kv)
-        self._check_rows(token, hidden, position, kv)
         slots = next(iter(kv.values())).slot[None]
         return _only_step(self._replay(1, token, hidden, position, kv, slots, stops=False))
 
     @no_autograd()
     def draft_masked(self, token, hidden, position, kv, allowed) -> DraftStep:
+        n = self._check_rows(token, hidden, position, kv)
+        self._check_allowed(allowed, n, needed=True)
         if torch.cuda.is_current_stream_capturing() or len(kv) != 1:
             token, position, kv, _ = self._on_device(token, position, kv)
             with self._stream():
                 return super().draft_masked(token, hidden, position, kv, allowed)
-        n = self._check_rows(token, hidden, position, kv)
-        self._check_allowed(allowed, n)
         slots = next(iter(kv.values())).slot[None]
         return _only_step(self._replay(1, token, hidden, position, kv, slots, stops=False, allowed=allowed))
 
@@ -355,6 +357,8 @@ class _Chain:
         self.starts_cells = (ctypes.c_int32 * self.starts.numel()).from_address(self.starts.data_ptr())
         self.counted = self.pinned[n : self.often].view(kinds, steps, n)
         self.copied = torch.cuda.Event()
+        self.unread = False
+        """Whether a graph that copies from the page-locked memory was launched, and nobody has waited for it yet."""
         self.hidden = torch.zeros(n, runner.hidden_size, dtype=TORCH_DTYPES[runner.circuit.act], device=device)
         # Drafts and, as the same 32 bits, log-probabilities: one copy takes both to the caller.
         self.result = torch.zeros(2, steps, n, dtype=torch.int32, device=device)
@@ -417,7 +421,7 @@ class _Chain:
     def run_packed(self, rows: ChainRows, hidden: torch.Tensor, allowed: torch.Tensor | None) -> None:
         """As `run`, of plain integers: they go straight into the page-locked memory."""
         n, count = self.program.rows, len(rows.tokens)
-        if self.tables is None:
+        if self.tables is None or self.unread:
             self._await_copy()
         if count == n and min(map(len, rows.slots)) >= self.steps:
             self._stage_whole(rows)
@@ -428,6 +432,7 @@ class _Chain:
         if self.allowed is not None and allowed is not None:
             self.allowed[:count].copy_(allowed)
         # The copy is part of the graph: `read` waits for all of it, so this memory is free again by the next call.
+        self.unread = True
         self._replay(formed=True, masked=False, sends=True)
 
     def _stage_whole(self, rows: ChainRows) -> None:
@@ -517,6 +522,9 @@ class _Chain:
 
     def _await_copy(self) -> None:
         """The copy before has left the page-locked memory; as a rule it has long since."""
+        if self.unread:  # nobody waited: an interrupt came before `read` or inside of it
+            torch.cuda.synchronize(self.runner.device)
+            self.unread = False
         if not self.copied.query():
             self.copied.synchronize()
 
@@ -587,6 +595,7 @@ class _Chain:
             self.readings[count] = (drafts, logprobs.view(torch.float32))
         drafts, logprobs = self.readings[count]
         torch.cuda.current_stream().synchronize()
+        self.unread = False
         return drafts.tolist(), logprobs.tolist()
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from circuitgraph.errors import Fault, RuntimeUseError
 
+from .arguments import is_whole, shown
+
 
 def cut_drafts(confidences: Sequence[Sequence[float]], ratio: float = 1.0, budget: int | None = None) -> list[int]:
     """How many drafts of each sequence to verify.
@@ -20,14 +22,25 @@ def cut_drafts(confidences: Sequence[Sequence[float]], ratio: float = 1.0, budge
         ratio: share of the positions of depth >= 2 to keep at most, 0 to 1.
         budget: drafts to keep at most in the whole batch, those of depth 1 included; None: no such limit.
 
+    Raises:
+        RuntimeUseError: another ratio or budget, or confidences that are no lists of numbers.
+
     Pass what you verify, and what of it was accepted to `after_verify`, as ever.
 
     >>> cut_drafts([[-0.1, -0.1, -3.0], [-0.5, -2.0, -0.1]], ratio=0.5)
     [2, 2]
     """
-    if not 0 <= ratio <= 1 or (budget is not None and budget < 0):
-        got = f"ratio {ratio}, budget {budget}"
-        raise RuntimeUseError(Fault("is no cut", where="cut_drafts", expected="ratio 0..1, budget 0 or more", got=got))
+    number = isinstance(ratio, float) or is_whole(ratio)
+    if not number or not 0 <= ratio <= 1 or (budget is not None and (not is_whole(budget) or budget < 0)):
+        got = f"ratio {shown(ratio)}, budget {shown(budget)}"
+        expected = "ratio 0..1, budget a whole number or None"
+        raise RuntimeUseError(Fault("is no cut", where="cut_drafts", expected=expected, got=got))
+    try:
+        confidences = [[float(score) for score in row] for row in confidences]
+    except (TypeError, ValueError):
+        expected = "a list of log-probabilities for each sequence"
+        fault = Fault("are none", where="cut_drafts", subject="confidences", expected=expected, got=shown(confidences))
+        raise RuntimeUseError(fault) from None
     kept = [min(len(row), 1) for row in confidences]
     ranked = []
     for index, row in enumerate(confidences):

@@ -136,9 +136,11 @@ def outcome(state: MtpProposerState, limit: int | None) -> tuple[int, int]:
     return position, step.count if limit is None else max(min(step.count, limit - position), 0)
 
 
-def settled(state: MtpProposerState, accepted: int, trim: str, limit: int | None) -> int:
-    """Account for the oldest unsettled propose as the device did (`device_rows`); returns its drafts."""
+def settled(state: MtpProposerState, accepted: int, trim: str, limit: int | None) -> tuple[int, int]:
+    """Account for the oldest unsettled propose as the device did (`device_rows`); returns its drafts, and how many rows
+    before it a sequence with rows will never have."""
     position, drafted = outcome(state, limit)
+    skipped = max(position - state.next_position, 0) if state.rows and drafted else 0
     step = state.unsettled.popleft()
     kept = TRIM[trim](drafted, accepted) if drafted else 0
     assert isinstance(kept, int)
@@ -150,4 +152,4 @@ def settled(state: MtpProposerState, accepted: int, trim: str, limit: int | None
         highest = highest if limit is None else min(highest, limit - 1)
         state.history.append(lowest, max(highest - lowest + 1, 0))
     state.next_token = position + accepted + 1
-    return drafted
+    return drafted, skipped

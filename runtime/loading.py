@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from circuitgraph.artifact import Manifest, built_for_gpu, check_device, read_artifact
 from circuitgraph.errors import Fault, RuntimeUseError
 
+from .arguments import device_of, of_kind
 from .binding import bind_weights
-from .compiled import CompiledRunner, open_library
+from .compiled import CompiledRunner, check_fallback, check_threads, open_library
 from .cuda import CudaRunner
 
 
@@ -42,11 +44,13 @@ def load(
 
     Raises:
         ArtifactError: an artifact of another version or target, or a damaged one.
-        CheckpointError: a folder that is not the model compiled for. RuntimeUseError: tensors that do not fit.
+        CheckpointError: a folder that is not the model compiled for. RuntimeUseError: tensors that do not fit, and
+            arguments that are none, before anything is read.
 
     >>> runner = load("head.artifact", model="head/", weights={"embed_tokens": embed, "lm_head": embed})  # doctest: +SKIP
     >>> ReferenceRunner(runner.circuit, runner.weights)  # the same program, interpreted          # doctest: +SKIP
     """
+    _check_arguments(path, threads, fallback, device)
     artifact = read_artifact(path)
     place = _device(artifact.manifest, device, str(path))
     if place.type == "cuda":
@@ -57,6 +61,15 @@ def load(
     )
     runner = CudaRunner if place.type == "cuda" else CompiledRunner
     return runner(artifact.manifest, open_library(artifact, threads=threads), bound, device=place, fallback=fallback)
+
+
+def _check_arguments(path: Any, threads: Any, fallback: Any, device: Any) -> None:
+    """What is known to be wrong before the artifact is read; `bind_weights` looks at its own."""
+    of_kind(path, (str, Path), "path", "load", "a folder or a zip")
+    check_threads(threads, str(path))
+    check_fallback(fallback)
+    if device is not None:
+        device_of(device, str(path))
 
 
 def _device(manifest: Manifest, device: torch.device | str | None, where: str) -> torch.device:

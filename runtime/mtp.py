@@ -6,9 +6,7 @@ import functools
 import logging
 import math
 import threading
-import weakref
 from collections.abc import Collection, Mapping, Sequence
-from numbers import Integral
 from typing import Any, cast
 
 import torch
@@ -16,13 +14,14 @@ import torch
 from circuitgraph.errors import Fault, RuntimeUseError, did_you_mean
 
 from . import drafting
+from .arguments import is_whole, of_kind, shown, whole
 from .batch import Batch
 from .carried import CarriedKV
 from .device_form import DeviceForm
 from .draft_binding import DraftBinding, bind_draft, reasons_against
 from .grammar import Bitmask, Grammar, Grammars
 from .metrics import Metrics
-from .mtp_checks import FARTHEST
+from .mtp_checks import FARTHEST, WHERE
 from .mtp_device import DeviceMethods
 from .pool import BlockPool
 from .proposer import DraftProposer, Hiddens
@@ -50,8 +49,10 @@ class MtpProposer(DeviceMethods, DraftProposer):
     """
 
     def __init__(self, runner: DraftRunner, pool: BlockPool, *, trim: str = "exact"):
-        if trim not in TRIM:
-            raise RuntimeUseError(Fault(f"no trim policy '{trim}'", hint=did_you_mean(trim, TRIM)))
+        if not isinstance(trim, str) or trim not in TRIM:
+            raise RuntimeUseError(Fault(f"no trim policy '{trim}'", where=WHERE, hint=did_you_mean(str(trim), TRIM)))
+        of_kind(runner, DraftRunner, "runner", WHERE, "a DraftRunner")
+        of_kind(pool, BlockPool, "pool", WHERE, "a BlockPool")
         _check_pool(runner, pool)
         pool.claim(self)
         self.runner = runner
@@ -59,7 +60,7 @@ class MtpProposer(DeviceMethods, DraftProposer):
         self.trim = trim
         self.metrics = Metrics(ledger=lambda: pool.ledger)
         self._own = runner
-        weakref.finalize(pool, runner.release(pool.storage))
+        pool.used_by(runner)
         self._batch = Batch(runner, pool)
         self._device = DeviceForm(Batch(runner, pool, on_device=True), trim)
         self._bitmask: Bitmask | None = None
@@ -74,11 +75,8 @@ class MtpProposer(DeviceMethods, DraftProposer):
         return self.alloc_state_for(None)
 
     def alloc_state_for(self, budget_tokens: int | None) -> MtpProposerState:
-        if budget_tokens is not None and not (isinstance(budget_tokens, Integral) and budget_tokens >= 1):
-            fault = Fault(
-                "needs room for a token", subject="budget_tokens", expected="an int, 1 or more", got=repr(budget_tokens)
-            )
-            raise RuntimeUseError(fault)
+        if budget_tokens is not None:
+            whole(budget_tokens, "budget_tokens", WHERE, least=1, message="needs room for a token")
         # Sequences draft up to the position limit only, so that bounds the promise too.
         rows = self.prefill_hidden_rows(budget_tokens or 0)
         with self._lock:
@@ -162,8 +160,8 @@ class MtpProposer(DeviceMethods, DraftProposer):
             prompt_tokens = self._ids(prompt_tokens)
             if not prompt_tokens:
                 self._refuse("is empty", "prompt_tokens", "a token or more", "none")
-            given, wanted = len(hiddens), len(prompt_tokens) - 1
-            if wanted < 0 or given not in (wanted, wanted + 1):
+            given, wanted = self._rows_of(hiddens), len(prompt_tokens) - 1
+            if given not in (wanted, wanted + 1):
                 self._refuse("prompt and hiddens do not go together", "hiddens", f"{wanted} or {wanted + 1} rows", str(given))
             self._check_first(mine, first_pos, prompt_tokens[0])
             self._check_tokens(prompt_tokens[:1])
@@ -175,7 +173,8 @@ class MtpProposer(DeviceMethods, DraftProposer):
 
     def prefill_hidden_rows(self, max_seq_len: int) -> int:
         limit = self.runner.max_position
-        return max_seq_len if limit is None else min(max_seq_len, limit)
+        rows = whole(max_seq_len, "max_seq_len", WHERE)
+        return rows if limit is None else min(rows, limit)
 
     def prefill_uses_shared_buffers(self) -> bool:
         return False  # programs have a workspace of their own
@@ -189,6 +188,8 @@ class MtpProposer(DeviceMethods, DraftProposer):
     def catchup_drafter(self, tokens: Sequence[int], hiddens: Hiddens, row_base: int, pos_base: int, state: ProposerState) -> int:
         with self._lock:
             mine = self._mine(state)
+            if not is_whole(row_base):
+                self._refuse("is no row", "row_base", "an int", shown(row_base))
             if row_base != mine.rows:
                 self.metrics.refusals["row_base"] += 1
                 return 0
@@ -203,7 +204,7 @@ class MtpProposer(DeviceMethods, DraftProposer):
     ) -> int:
         with self._lock:
             self._same_length(tokens=tokens, hiddens=hiddens, first_pos=first_pos, states=states)
-            return self._append([self._ids(row) for row in tokens], hiddens, first_pos, self._all_mine(states))
+            return self._append([self._ids(row) for row in tokens], hiddens, list(first_pos), self._all_mine(states))
 
     @no_autograd()
     def _append(
@@ -216,12 +217,11 @@ class MtpProposer(DeviceMethods, DraftProposer):
         """Rows (hiddens[i][j], tokens[i][j]) at the end of states[i]: all of them, or none."""
         for ids, rows, first, state in zip(tokens, hiddens, first_pos, states, strict=True):
             self._check_settled(state)
-            if len(ids) != len(rows):
+            if len(ids) != self._rows_of(rows):
                 self._refuse("every token needs its hidden", "hiddens", f"{len(ids)} rows", str(len(rows)))
             self._check_tokens(ids)
             self._check_hiddens(rows)
-            if ids:
-                self._check_next(state, first)
+            self._check_position(first, state.next_position if ids else 0)
         limit = self.runner.max_position
         # Rows past the limit would never be seen by a draft: drafting has stopped there.
         counts = [
@@ -275,7 +275,8 @@ class MtpProposer(DeviceMethods, DraftProposer):
             if grammar is not None and draft_embed_target is not None:
                 got, hint = "both", "Where nothing is allowed there is no draft, and nobody looks at a deferred one."
                 self._refuse("does not go with a grammar", "draft_embed_target", "one of the two", got, hint)
-            call = drafting.Call([], [], self._ids([last_token]), cast(Hiddens, [hidden]), [position], [], stop_ids=stop_ids)
+            stops = self._stops(stop_ids)
+            call = drafting.Call([], [], self._ids([last_token]), cast(Hiddens, [hidden]), [position], [], stop_ids=stops)
             call.grammars = self._grammars([grammar], num_drafts)
             if stop_confidence is not None:
                 call.stop_logprob = math.log(stop_confidence) if stop_confidence else -math.inf
@@ -302,7 +303,7 @@ class MtpProposer(DeviceMethods, DraftProposer):
             self._same_length(**lists)
             mine = self._all_mine(states)
             if out is not None:
-                extras = {"grammars": grammars, "stop_ids": stop_ids or None, "out_confidence": out_confidence}
+                extras = {"grammars": grammars, "stop_ids": self._stops(stop_ids) or None, "out_confidence": out_confidence}
                 return self._propose_on_device(last_tokens, target_hiddens, positions, num_drafts, mine, accepted, out, extras)
             if accepted is not None:
                 self._refuse("belongs to the device form", "accepted", "an out= tensor beside it", "none")
@@ -314,8 +315,9 @@ class MtpProposer(DeviceMethods, DraftProposer):
                 self.metrics.refusals["width"] += 1
                 return None
             where = positions.tolist() if isinstance(positions, torch.Tensor) else list(positions)
-            call = drafting.Call([], [], self._ids(last_tokens), target_hiddens, where, [], stop_ids=stop_ids)
-            call.grammars = self._grammars(grammars, num_drafts) if grammars else None
+            stops = self._stops(stop_ids)
+            call = drafting.Call([], [], self._ids(last_tokens), target_hiddens, where, [], stop_ids=stops)
+            call.grammars = None if grammars is None else self._grammars(grammars, num_drafts)
             return self._propose(call, mine, num_drafts, out_confidence)
 
     @no_autograd()
@@ -470,7 +472,10 @@ class MtpProposer(DeviceMethods, DraftProposer):
 
     def rows_behind(self, state: ProposerState, position: int) -> int:
         with self._lock:
-            return max(position - self._mine(state).next_position, 0)
+            mine = self._mine(state)
+            if not is_whole(position):
+                self._refuse("is no position", "position", "an int", shown(position))
+            return max(position - mine.next_position, 0)
 
     def last_pair_key(self, state: ProposerState) -> int | None:
         with self._lock:
@@ -486,6 +491,10 @@ class MtpProposer(DeviceMethods, DraftProposer):
         self, config: Any, levers: Mapping[str, Any] | None = None, *, reasons: list[str] | None = None
     ) -> DraftBinding | None:
         with self._lock:
+            if config is None or isinstance(config, str | bytes | int | float | list | tuple):
+                self._refuse("is no config", "config", "a mapping, or an object with attributes", shown(config))
+            of_kind(levers, (Mapping, type(None)), "levers", WHERE, "a mapping of names to values")
+            of_kind(reasons, (list, type(None)), "reasons", WHERE, "a list that receives them")
             against = reasons_against(self._own, config, levers or {})
             if reasons is not None:
                 reasons[:] = against
@@ -495,26 +504,34 @@ class MtpProposer(DeviceMethods, DraftProposer):
     def set_circuit_draft(self, runner: DraftRunner | None) -> None:
         with self._lock:
             other = self._own if runner is None else runner
+            of_kind(other, DraftRunner, "runner", WHERE, "a DraftRunner or None")
             _check_pool(other, self.pool)
             for what in ("facts", "dtypes", "states"):
                 have, wanted = (getattr(each.circuit, what) for each in (other, self._own))
                 if have != wanted:
                     self._refuse("computes other rows", f"runner's {what}", str(wanted), str(have))
-            weakref.finalize(self.pool, other.release(self.pool.storage))
+            self.pool.used_by(other)
             for batch in (self._batch, self._device.batch):
                 batch.use(other)
             self.runner = other
 
 
 class _Locks:
-    """The proposer's own lock, and that of the runner in use: staging memory is the runner's, and several may share it."""
+    """The proposer's own lock, and that of the runner in use: staging memory is the runner's, and several may share it.
+
+    Inside a call, code of the server's may run (a matcher). From there no call may begin: it would find a call half done.
+    """
 
     def __init__(self, batch: Batch):
-        self._batch, self._own = batch, threading.RLock()
+        self._batch, self._own = batch, threading.RLock()  # an RLock lets its own thread in, so that it can be told
         self._entered: list[Any] = []
 
     def __enter__(self) -> None:
         self._own.acquire()
+        if self._entered:
+            self._own.release()
+            hint = "A matcher, or what else runs inside of a call, has to come back first."
+            raise RuntimeUseError(Fault("a call of this proposer is under way in this thread", where=WHERE, hint=hint))
         lock = self._batch.runner.lock
         lock.acquire()
         self._entered.append(lock)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Sequence
-from numbers import Integral
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from circuitgraph.errors import Fault, RuntimeUseError
 
+from .arguments import is_whole, shown
 from .proposer import Hiddens
 from .runner import DraftRunner
 from .state import MtpProposerState, ProposerState
 
+WHERE = "MtpProposer"
+"""In errors."""
 FARTHEST = 2**31 - 2**20
 """Positions are 32-bit integers, and drafts go on from them."""
 
@@ -26,14 +27,14 @@ class Checks:
     runner: DraftRunner
 
     def _refuse(self, message: str, subject: str, expected: str, got: str, hint: str | None = None) -> NoReturn:
-        raise RuntimeUseError(Fault(message, where="MtpProposer", subject=subject, expected=expected, got=got, hint=hint))
+        raise RuntimeUseError(Fault(message, where=WHERE, subject=subject, expected=expected, got=got, hint=hint))
 
     # -- states ------------------------------------------------------------------------------------------------
 
     def _mine(self, state: ProposerState, *, freed_too: bool = False) -> MtpProposerState:
         if not isinstance(state, MtpProposerState) or state.owner is not self:
-            owner = getattr(state, "owner", None)
-            self._refuse("belongs to another proposer", "state", f"one made by {self!r}", f"one of {owner!r}")
+            got = f"one of {state.owner!r}" if isinstance(state, MtpProposerState) else shown(state)
+            self._refuse("belongs to another proposer", "state", f"one made by {self!r}", got)
         if state.freed and not freed_too:
             self._refuse("was freed", "state", "a live state", "a freed one")
         return state
@@ -57,9 +58,12 @@ class Checks:
 
     def _check_next(self, state: MtpProposerState, position: int) -> None:
         """The row of the token at `position` has pair key position - 1, which must be newer than every row's."""
-        lowest = state.next_position
-        # An ABC's isinstance costs as much as all else here.
-        if (type(position) is not int and not isinstance(position, Integral)) or position < lowest:
+        self._check_position(position, state.next_position)
+
+    def _check_position(self, position: int, lowest: int) -> None:
+        if not is_whole(position):
+            self._refuse("is no position", "position", f"an int, {lowest} or more", shown(position))
+        if position < lowest:
             self._refuse("that position has a row already, or no token before it", "position", f"{lowest} or more", str(position))
         if position > FARTHEST:
             self._refuse("is out of reach", "position", f"{FARTHEST} at most", str(position))
@@ -67,8 +71,8 @@ class Checks:
     def _check_first(self, state: MtpProposerState, first_pos: Any, token: int) -> None:
         """Where a chunk of a prompt begins: its first token has a row already, or was left out, and is what it was."""
         lowest = max(state.next_position - 1, 0)
-        if not isinstance(first_pos, Integral) or not lowest <= int(first_pos) <= FARTHEST:
-            self._refuse("has a row already, or is no position", "first_pos", f"{lowest} or more", repr(first_pos))
+        if not is_whole(first_pos) or not lowest <= first_pos <= FARTHEST:
+            self._refuse("has a row already, or is no position", "first_pos", f"{lowest} or more", shown(first_pos))
         text = state.history.text
         if state.rows and first_pos == lowest and first_pos < len(text) and text[first_pos] != token:
             self._refuse("is another token than its row was made of", "prompt_tokens", f"{text[first_pos]} first", str(token))
@@ -76,18 +80,40 @@ class Checks:
     # -- lists and tensors -------------------------------------------------------------------------------------
 
     def _same_length(self, **lists: Sequence | torch.Tensor) -> None:
-        if len(set(map(len, lists.values()))) > 1:
+        try:
+            unequal = len(set(map(len, lists.values()))) > 1
+        except TypeError:  # numbers, None, generators, tensors without dimensions
+            name, items = next((name, items) for name, items in lists.items() if not _countable(items))
+            self._refuse("is no list", name, "one item a sequence", shown(items))
+        if unequal:
             lengths = {name: len(items) for name, items in lists.items()}
             got = ", ".join(f"{name} {length}" for name, length in lengths.items())
             self._refuse("lists of unequal length", "batch", "one item a sequence", got)
 
     def _ids(self, tokens: Sequence[int] | torch.Tensor) -> list[int]:
         """Tokens as plain integers: of a list, an array or a tensor."""
+        if isinstance(tokens, torch.Tensor) and tokens.dtype == torch.bool:
+            self._refuse("are not integers in a row", "tokens", "a sequence of ints", shown(tokens))
         values = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # type: ignore[union-attr]
         try:
             return list(map(operator.index, values))
         except TypeError:
             self._refuse("are not integers in a row", "tokens", "a sequence of ints", repr(tokens)[:80])
+
+    def _stops(self, stop_ids: Iterable[int]) -> Collection[int]:
+        """The stop ids, looked at once: what can be gone through only once is kept."""
+        if type(stop_ids) in (tuple, list) and not stop_ids:
+            return ()
+        try:
+            return frozenset(self._ids(stop_ids))  # type: ignore[arg-type]
+        except RuntimeUseError:
+            self._refuse("are no tokens", "stop_ids", "a collection of ints", shown(stop_ids))
+
+    def _rows_of(self, hiddens: Any) -> int:
+        """How many rows of hiddens there are; what they are is `_check_hiddens`' matter."""
+        if not _countable(hiddens) or isinstance(hiddens, str | bytes | Mapping):
+            self._refuse("do not fit", "hiddens", "a tensor [rows, H], or a list of tensors [H]", shown(hiddens))
+        return len(hiddens)
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         vocab = self.runner.vocab_size
@@ -99,33 +125,39 @@ class Checks:
 
     def _check_hiddens(self, hiddens: Hiddens) -> None:
         size, device = self.runner.hidden_size, self.runner.device
+        if not isinstance(hiddens, (torch.Tensor, list)):
+            self._rows_of(hiddens)
         for row in [hiddens] if isinstance(hiddens, torch.Tensor) else hiddens:
             dims = 2 if row is hiddens else 1
             if not isinstance(row, torch.Tensor):
-                self._refuse("do not fit", "hiddens", "tensors", type(row).__name__)
+                self._refuse("do not fit", "hiddens", "tensors", shown(row))
             if row.dim() != dims or row.shape[-1] != size or not row.is_floating_point() or row.device != device:
                 shape = "rows, " if dims == 2 else ""
-                self._refuse("do not fit", "hiddens", f"float[{shape}{size}] on {device}", _kind(row))
+                self._refuse("do not fit", "hiddens", f"float[{shape}{size}] on {device}", shown(row))
 
     def _check_ints(self, name: str, tensor: Any, shape: tuple[int, ...]) -> None:
         """int32 on the runner's device."""
         device = self.runner.device
         fits = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int32 and tensor.device == device
         if not fits or tensor.shape != shape:
-            self._refuse("does not fit", name, f"int32{list(shape)} on {device}", _kind(tensor))
+            self._refuse("does not fit", name, f"int32{list(shape)} on {device}", shown(tensor))
 
     def _check_count(self, num_drafts: Any) -> None:
-        if not isinstance(num_drafts, Integral) or isinstance(num_drafts, bool) or num_drafts < 0:
-            self._refuse("is no number of drafts", "num_drafts", "an int, 0 or more", repr(num_drafts))
+        if not is_whole(num_drafts) or num_drafts < 0:
+            self._refuse("is no number of drafts", "num_drafts", "an int, 0 or more", shown(num_drafts))
 
     def _check_accepted(self, accepted: Any, drafted: int) -> None:
-        if (type(accepted) is not int and not isinstance(accepted, Integral)) or not 0 <= int(accepted) <= drafted:
+        if not is_whole(accepted):
+            self._refuse("is no number of drafts", "num_accepted", f"0..{drafted}", shown(accepted))
+        if not 0 <= accepted <= drafted:
             self._refuse("more drafts accepted than there were", "num_accepted", f"0..{drafted}", str(accepted))
 
     def _check_threshold(self, stop_confidence: float | None) -> None:
-        known = stop_confidence is None or (isinstance(stop_confidence, float | int) and not math.isnan(stop_confidence))
-        if not known or not (stop_confidence is None or 0 <= stop_confidence <= 1):
-            self._refuse("is no probability", "stop_confidence", "0..1", repr(stop_confidence))
+        if stop_confidence is None:
+            return
+        number = isinstance(stop_confidence, float) or is_whole(stop_confidence)
+        if not number or not 0 <= stop_confidence <= 1:  # NaN is not, either
+            self._refuse("is no probability", "stop_confidence", "0..1", shown(stop_confidence))
 
     def _check_row(self, row: torch.Tensor | None, size: int) -> None:
         """Where the last draft's embedding goes."""
@@ -133,20 +165,23 @@ class Checks:
             return
         device = self.runner.device
         if not isinstance(row, torch.Tensor) or row.shape != (size,) or not row.is_floating_point() or row.device != device:
-            self._refuse("does not fit", "draft_embed_target", f"float[{size}] on {device}", _kind(row))
+            self._refuse("does not fit", "draft_embed_target", f"float[{size}] on {device}", shown(row))
 
     def _one_hidden(self, target_hidden: torch.Tensor | None, stack: torch.Tensor | None) -> torch.Tensor | None:
         """The target's hidden that row 0 is made of: of several layers where a drafter takes them, which this one does not."""
         if stack is None:
             return target_hidden
+        if target_hidden is not None:
+            self._refuse("does not go with a stack of hiddens", "target_hidden", "None, or no target_hidden_stack", "both")
         if not isinstance(stack, torch.Tensor) or stack.dim() != 2 or stack.shape[0] != 1:
             hint = "Hiddens of several layers are for EAGLE-3 and DFlash drafters."
-            self._refuse("this drafter takes one layer's hidden", "target_hidden_stack", "[1, H]", _kind(stack), hint)
+            self._refuse("this drafter takes one layer's hidden", "target_hidden_stack", "[1, H]", shown(stack), hint)
         return stack[0]
 
 
-def _kind(item: Any) -> str:
-    """A tensor's type, shape and device, or what else it is."""
-    if isinstance(item, torch.Tensor):
-        return f"{item.dtype}{list(item.shape)} on {item.device}"
-    return type(item).__name__
+def _countable(items: Any) -> bool:
+    try:
+        len(items)
+    except TypeError:
+        return False
+    return True

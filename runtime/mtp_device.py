@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from .arguments import is_whole, shown
 from .device_form import DeviceForm, outcome, settled, started
 from .mtp_memory import Memory
 from .proposer import Hiddens
@@ -52,11 +53,8 @@ class DeviceMethods(Memory):
             self._refuse("drafts were verified, with what result?", "accepted", f"int32[{n}]", "None")
         if not isinstance(positions, torch.Tensor):
             for state, position in zip(states, positions, strict=True):
-                if state.proposed_at is not None and state.last_drafts:
-                    if position <= state.proposed_at:
-                        self._refuse("was drafted from", "position", f"{state.proposed_at + 1} or more", str(position))
-                else:
-                    self._check_next(state, position)
+                before = _proposed_at(state)
+                self._check_position(position, state.next_position if before is None else before + 1)
         if not n:
             return out
         path = self.runner.serves(n)
@@ -109,10 +107,10 @@ class DeviceMethods(Memory):
             self._check_ints("tokens", tokens, (n, columns))
             self._check_ints("accepted", accepted, (n,))
             if not isinstance(hiddens, torch.Tensor) or hiddens.dim() != 3 or hiddens.shape[1] != columns:
-                self._refuse("do not fit", "hiddens", f"a tensor [{n}, {columns}, H]", repr(getattr(hiddens, "shape", hiddens)))
+                self._refuse("do not fit", "hiddens", f"a tensor [{n}, {columns}, H]", shown(hiddens))
             self._check_hiddens(hiddens.flatten(0, 1))
-            if first not in (0, 1):
-                self._refuse("is no first token", "first", "0 or 1", repr(first))
+            if not is_whole(first) or first not in (0, 1):
+                self._refuse("is no first token", "first", "0 or 1", shown(first))
             for state in mine:
                 if not state.last_drafts and (not state.unsettled or state.unsettled[-1].caught_up):
                     self._refuse("has no verify to catch up with", "state", "a propose before", "none, or one that was caught up")
@@ -139,11 +137,29 @@ class DeviceMethods(Memory):
             for state, count in zip(mine, counts, strict=True):
                 if not state.unsettled:
                     self._refuse("has nothing to settle", "state", "a device-form propose before", "none")
-                self._check_accepted(count, outcome(state, limit)[1])
+                position, drafted = outcome(state, limit)
+                self._check_accepted(count, drafted)
+                self._check_order(state, position + count + 1)
             for state, count in zip(mine, counts, strict=True):
-                drafted = settled(state, count, self.trim, limit)
+                drafted, skipped = settled(state, count, self.trim, limit)
+                self.metrics.skipped_rows += skipped
                 self.pool.shrink(state.lease, state.most_rows)
                 self.metrics.count_verify(drafted, count)
+
+    def _check_order(self, state: MtpProposerState, newest: int) -> None:
+        """The next propose began at `newest` or later, or the count that says so is of another propose than the oldest."""
+        after = state.unsettled[1].position if len(state.unsettled) > 1 else None
+        if after is not None and after < newest:
+            hint = "Counts are told in the order of the proposes, the oldest first."
+            got = f"one that puts the next token at {newest}"
+            self._refuse("is not of the oldest propose", "accepted", f"one that fits the next propose, at {after}", got, hint)
+
+
+def _proposed_at(state: MtpProposerState) -> int | None:
+    """Position of the newest propose that awaits its verify or its count, as far as the host knows it."""
+    if state.unsettled:
+        return state.unsettled[-1].position
+    return state.proposed_at if state.last_drafts else None
 
 
 def _most_rows(state: MtpProposerState) -> int:

@@ -7,17 +7,25 @@ never move or grow, so compiled programs and device graphs may keep their addres
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from circuitgraph.circuit.ir import Circuit, State
 from circuitgraph.errors import Fault, RuntimeUseError
 from circuitgraph.ops import TORCH_DTYPES
+
+from .arguments import device_of, is_whole, of_kind, shown, whole
+
+if TYPE_CHECKING:
+    from .runner import DraftRunner
+
+log = logging.getLogger("circuitgraph.runtime")
 
 
 class PoolExhausted(RuntimeUseError):
@@ -40,6 +48,8 @@ class Ledger:
 
 
 _VERSIONS = itertools.count(1)
+WHERE = "BlockPool"
+"""In errors."""
 
 
 class Lease:
@@ -57,6 +67,11 @@ class Lease:
         return max(self.promised - len(self.blocks), 0)
 
 
+def _call_all(callbacks: Mapping[Any, Callable[[], None]]) -> None:
+    for callback in list(callbacks.values()):
+        callback()
+
+
 class BlockPool:
     """Paged KV of one drafter on one device.
 
@@ -66,7 +81,7 @@ class BlockPool:
         block_size: rows a block.
 
     Raises:
-        RuntimeUseError: no size, two sizes, or a size below one block.
+        RuntimeUseError: no size, two sizes, a size below one block, or more than there is memory for.
     """
 
     def __init__(
@@ -78,11 +93,12 @@ class BlockPool:
         block_size: int = 16,
         device: torch.device | str = "cpu",
     ):
-        self.block_size = block_size
+        of_kind(circuit, Circuit, "circuit", WHERE, "a Circuit")
+        self.block_size = whole(block_size, "block_size", WHERE, least=1, message="a block holds at least one row")
         self.bytes_per_row = sum(state.bytes_per_row() for state in circuit.states)
         self.bytes_per_block = self.bytes_per_row * block_size
         self.total = self._size(blocks, memory_bytes)
-        self.device = torch.device(device)
+        self.device = device_of(device, WHERE)
         self.storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = MappingProxyType(
             {state.name: (self._allocate(state, state.dims[0]), self._allocate(state, state.dims[1])) for state in circuit.states}
         )
@@ -90,43 +106,73 @@ class BlockPool:
         self._free = list(reversed(range(self.total)))
         self._leases: set[Lease] = set()
         self._loaned: set[int] = set()
-        self._owner: Any = lambda: None
+        self._owner: weakref.ref[Any] | None = None
+        self._releases: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
+        weakref.finalize(self, _call_all, self._releases)
         self._promised = 0  # kept as leases change: admission and growth look at it for every sequence of every step
 
     def _size(self, blocks: int | None, memory_bytes: int | None) -> int:
-        if self.block_size < 1:
-            raise RuntimeUseError(Fault("a block holds at least one row", subject="block_size", got=str(self.block_size)))
         if (blocks is None) == (memory_bytes is None):
             raise RuntimeUseError("a pool is sized either in blocks or in bytes: give one of blocks=, memory_bytes=")
         if blocks is None:
             if not self.bytes_per_block:
                 raise RuntimeUseError("this circuit keeps no KV, so its pool cannot be sized in bytes: give blocks=")
-            blocks = memory_bytes // self.bytes_per_block  # type: ignore[operator]
-        if blocks < 1:
+            blocks = whole(memory_bytes, "memory_bytes", WHERE, message="is no size") // self.bytes_per_block
+        if whole(blocks, "blocks", WHERE, message="is no size") < 1:
             expected = f"at least one block ({self.bytes_per_block} bytes)"
-            raise RuntimeUseError(Fault("the pool would be empty", expected=expected, got=f"{memory_bytes or blocks}"))
+            got = str(blocks if memory_bytes is None else memory_bytes)
+            raise RuntimeUseError(Fault("the pool would be empty", where=WHERE, expected=expected, got=got))
         return blocks
 
     def _allocate(self, state: State, dim: int) -> torch.Tensor:
         shape = (state.layers, self.total, state.heads, self.block_size, dim)
-        with torch.inference_mode(False):  # it outlives the mode of whoever makes it
-            return torch.zeros(shape, dtype=TORCH_DTYPES[state.dtype], device=self.device)
+        try:
+            with torch.inference_mode(False):  # it outlives the mode of whoever makes it
+                return torch.zeros(shape, dtype=TORCH_DTYPES[state.dtype], device=self.device)
+        except (RuntimeError, AssertionError, TypeError, OverflowError) as problem:  # no memory, no such GPU, no such number
+            got = f"{self.total} blocks of {self.bytes_per_block} bytes"
+            reason = str(problem).partition("\n")[0]
+            fault = Fault(f"cannot be allocated on {self.device}: {reason}", where=WHERE, subject=state.name, got=got)
+            raise RuntimeUseError(fault) from problem
 
     def claim(self, owner: Any) -> None:
-        """Make `owner` the one user of this pool, for as long as it lives.
+        """Make `owner` the one user of this pool, for as long as it lives. What an owner that is gone left behind comes back.
 
         Raises:
             RuntimeUseError: another one uses it.
         """
-        current = self._owner()
+        current = self._owner() if self._owner else None
         if current not in (None, owner):
-            raise RuntimeUseError(Fault("the pool belongs to another proposer", got=repr(current), hint="Make a pool for each."))
+            fault = Fault("the pool belongs to another proposer", where=WHERE, got=repr(current), hint="Make a pool for each.")
+            raise RuntimeUseError(fault)
+        if self._owner and current is None:
+            self._reclaim()
         self._owner = weakref.ref(owner)
+
+    def _reclaim(self) -> None:
+        """What the owner left behind: nobody can free it, since states and carried KV name an owner that is gone."""
+        left = len(self._leases), self.held, len(self._loaned)
+        for lease in list(self._leases):
+            self.close(lease)
+        self._free.extend(sorted(self._loaned, reverse=True))
+        self._loaned.clear()
+        if any(left):
+            log.warning("a proposer went without freeing %d states: %d blocks held, %d lent came back", *left)
+
+    def used_by(self, runner: DraftRunner) -> None:
+        """`runner` is told, once, when this pool's storage is no longer used."""
+        if not callable(getattr(runner, "release", None)):
+            raise RuntimeUseError(Fault("is none", where=WHERE, subject="runner", expected="a DraftRunner", got=shown(runner)))
+        if runner not in self._releases:
+            self._releases[runner] = runner.release(self.storage)
 
     # -- what there is -----------------------------------------------------------------------------------------
 
     def blocks_for(self, rows: int) -> int:
         """Blocks that `rows` rows of one sequence take."""
+        return self._blocks(whole(rows, "rows", WHERE))
+
+    def _blocks(self, rows: int) -> int:
         return -(-rows // self.block_size)
 
     @property
@@ -136,7 +182,7 @@ class BlockPool:
 
     def bytes_for(self, tokens: int) -> int:
         """Bytes that one sequence of `tokens` tokens takes, rounded up to whole blocks."""
-        return self.blocks_for(tokens) * self.bytes_per_block
+        return self._blocks(whole(tokens, "tokens", WHERE)) * self.bytes_per_block
 
     @property
     def ledger(self) -> Ledger:
@@ -159,7 +205,7 @@ class BlockPool:
         return (len(self._own(lease).blocks) + lease.outstanding + beyond) * self.block_size
 
     def slots(self, lease: Lease, first: int, count: int) -> Sequence[int]:
-        """Storage slots (block * block_size + offset) of rows first..first+count-1."""
+        """Storage slots (block * block_size + offset) of rows first..first+count-1, which the lease holds: not checked."""
         size, blocks = self.block_size, lease.blocks
         index, offset = divmod(first, size)
         if count and offset + count <= size:  # in one block, as a propose's rows are as a rule
@@ -175,7 +221,7 @@ class BlockPool:
         Raises:
             PoolExhausted: the free blocks that nobody else was promised do not cover the promise.
         """
-        lease = Lease(self.blocks_for(promised_rows))
+        lease = Lease(self._blocks(whole(promised_rows, "promised_rows", WHERE)))
         available = len(self._free) - self._promised
         if lease.promised > available:
             raise PoolExhausted(
@@ -195,7 +241,14 @@ class BlockPool:
 
         A lease's own promise is honoured first; beyond it, only blocks that nobody was promised are given.
         """
-        wanted = [(self._own(lease), max(self.blocks_for(rows) - len(lease.blocks), 0)) for lease, rows in needs]
+        try:
+            needs = [(lease, whole(rows, "rows", WHERE)) for lease, rows in needs]
+        except (TypeError, ValueError) as problem:
+            if isinstance(problem, RuntimeUseError):
+                raise
+            fault = Fault("are none", where=WHERE, subject="needs", expected="pairs (lease, rows)", got=shown(needs))
+            raise RuntimeUseError(fault) from None
+        wanted = [(self._own(lease), max(self._blocks(rows) - len(lease.blocks), 0)) for lease, rows in needs]
         beyond = sum(max(count - lease.outstanding, 0) for lease, count in wanted)
         if beyond > len(self._free) - self._promised:
             return False
@@ -205,7 +258,7 @@ class BlockPool:
 
     def shrink(self, lease: Lease, rows: int) -> None:
         """Give back the blocks that rows 0..rows-1 do not need."""
-        keep = self.blocks_for(rows)
+        keep = self._blocks(whole(rows, "rows", WHERE))
         blocks = self._own(lease).blocks
         if len(blocks) > keep:
             self._free.extend(reversed(blocks[keep:]))
@@ -213,6 +266,7 @@ class BlockPool:
 
     def close(self, lease: Lease) -> None:
         """Give everything back, the promise too. Closing twice does nothing."""
+        of_kind(lease, Lease, "lease", WHERE, "a Lease of `open`")
         if lease in self._leases:
             self.shrink(lease, 0)
             self._leases.remove(lease)
@@ -224,7 +278,7 @@ class BlockPool:
         self._promised += lease.outstanding - before
 
     def _own(self, lease: Lease) -> Lease:
-        if lease not in self._leases:
+        if not isinstance(lease, Lease) or lease not in self._leases:
             raise RuntimeUseError("this lease was closed, or belongs to another pool")
         return lease
 
@@ -266,6 +320,8 @@ class BlockPool:
         self._free.extend(reversed(blocks))
 
     def _check_loaned(self, blocks: Sequence[int]) -> None:
+        if not isinstance(blocks, Sequence) or not all(map(is_whole, blocks)):
+            raise RuntimeUseError(Fault("are none", where=WHERE, subject="blocks", expected="a list of ints", got=shown(blocks)))
         stray = sorted(set(blocks) - self._loaned)
         if stray:
             raise RuntimeUseError(Fault(f"blocks {stray} are not on loan", hint="Were they given back before?"))

@@ -5,7 +5,8 @@ key* is p, and it drafts t_(p+2). A state's *rows* are compact: row index, posit
 
 Promises. Everything is checked before anything changes: a call that raises has changed nothing. A pool that ran out or a
 position limit never raises: the sequence gets no drafts, and `metrics.refusals` counts why. Sequences never share a row.
-Same inputs give the same drafts, whatever else is in the batch of one width. Calls are serialised by a lock.
+Same inputs give the same drafts, whatever else is in the batch of one width. Calls are serialised by a lock; one that begins
+inside of another (a matcher that calls back) is refused.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ class DraftProposer(abc.ABC):
 
     @abc.abstractmethod
     def free_state(self, state: ProposerState) -> None:
-        """Give everything back. Freeing twice does nothing."""
+        """Give everything back. Freeing twice does nothing.
+
+        A state that is dropped without this keeps its memory until its proposer is gone and another takes over the pool.
+        """
 
     # -- carrying KV over a turn -------------------------------------------------------------------------------
 
@@ -189,7 +193,7 @@ class DraftProposer(abc.ABC):
             stop_ids: a draft among them ends the chain, and is kept.
             draft_embed_target: a row [H] on the device that receives the last draft's embedding. That draft's id is not read:
                 `state.DEFERRED` stands for it in the result until `read_deferred_draft_token`. Not with a grammar.
-            target_hidden_stack: [layers, H], in place of target_hidden, for drafters that read several layers.
+            target_hidden_stack: [layers, H], in place of target_hidden (None then), for drafters that read several layers.
 
         Returns:
             The drafts; fewer near the position limit or where memory has room for fewer, [] when the sequence can't draft
@@ -233,7 +237,9 @@ class DraftProposer(abc.ABC):
     def settle(self, states: Sequence[ProposerState], accepted: Sequence[int]) -> None:
         """Tell the host what the device knew: the accepted drafts of each sequence's oldest device-form propose.
 
-        It may come late, after further proposes; each call accounts for one propose of each sequence.
+        It may come late, after further proposes; each call accounts for one propose of each sequence, in their order. A
+        count that the position of the next propose contradicts is refused; one that leaves a gap before it is counted in
+        `metrics.skipped_rows`.
         """
 
     @abc.abstractmethod

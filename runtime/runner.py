@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
@@ -26,6 +26,7 @@ from circuitgraph.interpreter import interpret
 from circuitgraph.ops import TORCH_DTYPES, PagedKV
 
 from . import device_rows
+from .arguments import is_whole, of_kind, shown, whole
 
 Caches = Mapping[str, PagedKV]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -323,27 +324,34 @@ class DraftRunner(abc.ABC):
 
     def embed(self, token: torch.Tensor, out: torch.Tensor) -> None:
         """Write the embedding of `token`, int32[1], to the row `out`, both on `device`. The host waits for nothing."""
+        fits = isinstance(token, torch.Tensor) and token.shape == (1,) and token.dtype in (torch.int32, torch.int64)
+        if not fits or not isinstance(out, torch.Tensor) or out.shape != (self.embed_size,) or not out.is_floating_point():
+            expected, got = f"int32[1], and float[{self.embed_size}] for it", f"{shown(token)} and {shown(out)}"
+            raise RuntimeUseError(Fault("do not fit", where=self.circuit.name, subject="embed", expected=expected, got=got))
         node = next(node for node in self.circuit.nodes if node.op == "embed")
         out.copy_(torch.nn.functional.embedding(token.to(self.device), self.weights[node.inputs[1]])[0])
 
     # -- checks that every implementation shares ---------------------------------------------------------------
 
     def _check_rows(self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor, kv: Caches) -> int:
-        n = token.shape[0] if token.dim() == 1 else -1
+        n = token.shape[0] if isinstance(token, torch.Tensor) and token.dim() == 1 else -1
         name = self.circuit.name
         if n < 1:
-            fault = Fault("needs at least one row", where=name, subject="token", expected="i32[n]", got=_kind(token))
+            fault = Fault("needs at least one row", where=name, subject="token", expected="i32[n]", got=shown(token))
             raise RuntimeUseError(fault)
         self._check_tensor("token", token, (n,))
         self._check_tensor("position", position, (n,))
         self._check_hidden(hidden, n)
+        of_kind(kv, Mapping, "kv", name, "a PagedKV for each state")
         for state in self.circuit.states:
             cache = kv.get(state.name)
             if cache is None:
                 raise RuntimeUseError(Fault(f"state '{state.name}' is not given", where=name))
+            of_kind(cache, PagedKV, state.name, name, "a PagedKV")
             self._check_storage(state, cache.k, cache.v)
             for part in ("slot", "seq", "length"):
                 self._check_tensor(f"{state.name}.{part}", getattr(cache, part), (n,))
+            of_kind(cache.table, torch.Tensor, f"{state.name}.table", name, "i32[sequences, blocks]")
             sequences, width = cache.table.shape if cache.table.dim() == 2 else (0, 0)
             self._check_tensor(f"{state.name}.table", cache.table, (sequences, width))
             self._check_tensor(f"{state.name}.start", cache.start, (sequences,))
@@ -359,27 +367,30 @@ class DraftRunner(abc.ABC):
         return n
 
     def _check_hidden(self, hidden: torch.Tensor, n: int) -> None:
-        if hidden.shape != (n, self.hidden_size) or not hidden.is_floating_point() or hidden.device != self.device:
+        fits = isinstance(hidden, torch.Tensor) and hidden.shape == (n, self.hidden_size) and hidden.is_floating_point()
+        if not fits or hidden.device != self.device:
             expected = f"float[{n}, {self.hidden_size}] on {self.device}"
-            fault = Fault("does not fit", where=self.circuit.name, subject="hidden", expected=expected, got=_kind(hidden))
+            fault = Fault("does not fit", where=self.circuit.name, subject="hidden", expected=expected, got=shown(hidden))
             raise RuntimeUseError(fault)
 
-    def _check_allowed(self, allowed: torch.Tensor | None, n: int) -> None:
-        if allowed is None:
+    def _check_allowed(self, allowed: torch.Tensor | None, n: int, *, needed: bool = False) -> None:
+        if allowed is None and not needed:
             return
         if self.mask_words is None:
             raise RuntimeUseError(Fault("this program takes no mask", where=self.circuit.name, subject="allowed"))
-        self._check_tensor("allowed", allowed, (n, self.mask_words))
+        self._check_tensor("allowed", cast(torch.Tensor, allowed), (n, self.mask_words))
 
     def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-        if tensor.shape != shape or tensor.dtype != torch.int32 or tensor.device != self.device:
+        fits = isinstance(tensor, torch.Tensor) and tensor.shape == shape and tensor.dtype == torch.int32
+        if not fits or tensor.device != self.device:
             expected = f"i32[{', '.join(map(str, shape))}] on {self.device}"
             raise RuntimeUseError(
-                Fault("does not fit", where=self.circuit.name, subject=name, expected=expected, got=_kind(tensor))
+                Fault("does not fit", where=self.circuit.name, subject=name, expected=expected, got=shown(tensor))
             )
 
     def check_storage(self, storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Raises RuntimeUseError unless `storage`, as in `BlockPool.storage`, can hold every state of the circuit."""
+        of_kind(storage, Mapping, "storage", self.circuit.name, "keys and values of each state")
         states = {state.name for state in self.circuit.states}
         if set(storage) != states:
             fault = Fault("the pool was made for another circuit", expected=f"states {sorted(states)}", got=str(sorted(storage)))
@@ -389,7 +400,8 @@ class DraftRunner(abc.ABC):
 
     def _check_storage(self, state: State, k: torch.Tensor, v: torch.Tensor) -> None:
         for part, dim in zip((k, v), state.dims, strict=True):
-            fits = part.dim() == 5 and part.dtype == TORCH_DTYPES[state.dtype] and part.device == self.device
+            fits = isinstance(part, torch.Tensor) and isinstance(k, torch.Tensor)
+            fits = fits and part.dim() == 5 and part.dtype == TORCH_DTYPES[state.dtype] and part.device == self.device
             fits = fits and part.is_contiguous() and part.shape[:4] == k.shape[:4]
             fits = fits and (part.shape[0], part.shape[2], part.shape[4]) == (state.layers, state.heads, dim)
             if not fits or self.block_size not in (None, part.shape[3]):
@@ -397,7 +409,7 @@ class DraftRunner(abc.ABC):
                 shape = f"[{state.layers}, blocks, {state.heads}, {block}, {dim}]"
                 expected = f"contiguous {state.dtype}{shape} on {self.device}"
                 raise RuntimeUseError(
-                    Fault("storage does not fit", where=self.circuit.name, subject=state.name, expected=expected, got=_kind(part))
+                    Fault("storage does not fit", where=self.circuit.name, subject=state.name, expected=expected, got=shown(part))
                 )
 
     def _check_table(self, name: str, cache: PagedKV, later: int = 0) -> None:
@@ -423,8 +435,8 @@ class DraftRunner(abc.ABC):
         self, steps: int, n: int, position: torch.Tensor, slots: torch.Tensor, kv: Caches = MappingProxyType({})
     ) -> bool:
         """Whether rows may stop before the end: known for host tensors, assumed for device ones, which are not looked at."""
-        if steps < 1:
-            raise RuntimeUseError(Fault("a chain has at least one step", where=self.circuit.name, got=str(steps)))
+        if not is_whole(steps) or steps < 1:
+            raise RuntimeUseError(Fault("a chain has at least one step", where=self.circuit.name, got=shown(steps)))
         self._check_tensor("slots", slots, (steps, n))
         self._check_tensor("position", position, (n,))
         if slots.device.type != "cpu":
@@ -460,19 +472,34 @@ class ReferenceRunner(DraftRunner):
     Args:
         weights: by circuit name, the tables' tensors (`rope.cos`, ...) among them; any float dtype. Quantised ones may be the
             tensors that programs read: they are dequantised here, once.
+
+    Raises:
+        RuntimeUseError: weights that are missing, no tensors, of another shape, or on several devices.
     """
 
     def __init__(self, circuit: Circuit, weights: Mapping[str, torch.Tensor]):
         super().__init__()
+        of_kind(circuit, Circuit, "circuit", "ReferenceRunner", "a Circuit")
+        of_kind(weights, Mapping, "weights", circuit.name, "tensors by the circuit's names")
         self.circuit = circuit
         self.weights = dequantised(circuit, weights)
-        self.device = next(iter(self.weights.values())).device
-        self._act = TORCH_DTYPES[circuit.act]
-        needed = {weight.name for weight in circuit.weights}
-        needed.update(value.name for table in circuit.tables for value in table.tensors())
-        missing = sorted(needed - set(self.weights))
+        needed = {weight.name: weight.type.shape for weight in circuit.weights}
+        tables = {value.name for table in circuit.tables for value in table.tensors()}
+        missing = sorted({*needed, *tables} - set(self.weights))
         if missing:
             raise RuntimeUseError(Fault("weights are missing", where=circuit.name, got=", ".join(missing)))
+        for name in {**needed, **dict.fromkeys(tables)}:
+            tensor = self.weights[name]
+            of_kind(tensor, torch.Tensor, name, circuit.name, "a tensor")
+            if name in needed and tuple(tensor.shape) != needed[name]:
+                expected, got = f"[{', '.join(map(str, needed[name]))}]", shown(tensor)
+                raise RuntimeUseError(Fault("does not fit", where=circuit.name, subject=name, expected=expected, got=got))
+        devices = {tensor.device for tensor in self.weights.values()}
+        if len(devices) > 1:
+            got = ", ".join(sorted(map(str, devices)))
+            raise RuntimeUseError(Fault("weights lie on several devices", where=circuit.name, expected="one", got=got))
+        self.device = devices.pop() if devices else torch.device("cpu")
+        self._act = TORCH_DTYPES[circuit.act]
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -483,14 +510,14 @@ class ReferenceRunner(DraftRunner):
         return ()
 
     def serves(self, n: int, *, masked: bool = False) -> str | None:
-        return "reference" if n >= 1 and not (masked and self.mask_words is None) else None
+        return "reference" if whole(n, "n", self.circuit.name) >= 1 and not (masked and self.mask_words is None) else None
 
     def draft(self, token, hidden, position, kv) -> DraftStep:
         out = self._run("draft", token, hidden, position, kv)
         return DraftStep(out["draft"], out["logprob"], out["next_hidden"])
 
     def draft_masked(self, token, hidden, position, kv, allowed) -> DraftStep:
-        self._check_allowed(allowed, token.shape[0])
+        self._check_allowed(allowed, self._check_rows(token, hidden, position, kv), needed=True)
         out = self._run("draft_masked", token, hidden, position, kv, allowed=allowed)
         return DraftStep(out["masked_draft"], out["masked_logprob"], out["next_hidden"])
 
@@ -516,7 +543,3 @@ def _extremes(tensor: torch.Tensor) -> tuple[int, int]:
         return min(values), max(values)
     low, high = torch.aminmax(tensor)
     return int(low), int(high)
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}] on {tensor.device}"

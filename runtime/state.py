@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from .pool import Lease
 
@@ -178,8 +178,9 @@ class Entry:
             rows.extend(range(position, position + count))
 
     def undo(self) -> None:
-        for state, rows, later, model, next_token, proposed_at in self.made:
-            position, history = cast(int, state.proposed_at), state.history
+        # An interrupt may have come between any two lines of `make`.
+        for (state, rows, later, model, next_token, proposed_at), position in zip(self.made, self.positions, strict=False):
+            history = state.history
             history.keep(rows)
             if position < len(history.text):
                 del history.text[position:]

@@ -62,7 +62,7 @@ def random_weights(circuit: Circuit, generator: torch.Generator, positions: int 
     """Weights scaled so that values stay around one, and real rotation tables."""
     weights = {}
     for weight in circuit.weights:
-        fan_in = weight.type.shape[-1] if weight.type.rank == 2 else 4
+        fan_in = weight.type.shape[-1] if weight.type.rank > 1 else 4
         values = torch.randn(weight.type.shape, generator=generator) * float(fan_in) ** -0.5
         weights[weight.name] = values.to(TORCH_DTYPES[weight.type.dtype])
     for table in circuit.tables:

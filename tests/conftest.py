@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# How long a draw takes says how busy the machine is, not whether a test is right.
+settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared machine")
 
 
 @pytest.fixture(autouse=True, scope="session")

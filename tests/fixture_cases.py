@@ -256,6 +256,23 @@ class Cases:
         assert (logits - self.want("d.logits")).abs().max() > 100 * self.bounds.value
 
 
+@dataclass(frozen=True)
+class LatentCases(Cases):
+    """Cases whose rows are a latent and a rotated part, which transformers stores evens first."""
+
+    def close_kv(self, cache: Cache, sequence: int, first: int, name: str) -> None:
+        latent = self.want(f"{name}latent")
+        rotated, got = cache.read(sequence, first, latent.shape[0] if latent.dim() == 3 else 1)
+        self.close(got, f"{name}latent", "kv")
+        if f"{self.prefix}{name}krope_{self.keys}" in self.tensors:
+            self.close(torch.cat([rotated[..., 0::2], rotated[..., 1::2]], -1), f"{name}krope_{self.keys}", "kv")
+
+
+def cases_class(name: str) -> type[Cases]:
+    """How a fixture's cases are read."""
+    return LatentCases if name == "deepseek_v3_mtp" else Cases
+
+
 def fixture_tensors(name: str) -> dict[str, torch.Tensor]:
     """Every tensor of a fixture's cases."""
     return load_file(FIXTURES / name / "cases.safetensors")

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import re
 import threading
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 
-from circuitgraph.circuit.ir import Circuit
+from circuitgraph.checkpoint.packed import tensors_to_numbers
+from circuitgraph.checkpoint.random_weights import random_packed
+from circuitgraph.circuit.ir import Circuit, Storage
 from circuitgraph.interpreter import interpret
 from circuitgraph.language import Bindings, load_program, parse_circuit, resolve
 from circuitgraph.lower import argument_values
 from circuitgraph.ops import PagedKV
 from circuitgraph.pipeline import Run, plan_piece
+from circuitgraph.plan.packed import unreadable
 from circuitgraph.plan.schedule import load_schedule
 from circuitgraph.target import backend_of, parse_target
-from tests.circuits import EVERYTHING, random_cache, random_inputs, random_weights, small_mtp
+from tests.circuits import EVERYTHING, SMALL, random_cache, random_inputs, random_weights
 from tests.compiled_calls import CompiledEntries, compile_entries
 
 # Rounding to the activation dtype happens once per op in the reference and once per group in compiled code, so in
@@ -25,19 +29,47 @@ from tests.compiled_calls import CompiledEntries, compile_entries
 TOLERANCE = {"f32": 1e-4, "bf16": 6e-2, "f16": 8e-3}
 
 PLAIN = {"act": "f32", "wt": "bf16", "kv": "f32"}
+ALL_EXPERTS = {"num_experts_per_tok": SMALL["num_experts"], "topk_group": SMALL["n_group"]}
+"""In 16 bits the router's input differs by a rounding, and two experts of nearly equal scores may change places: take all."""
+FUSED = {"experts": "fused", "scoring": "sigmoid", "correction_bias": True, "renormalise": False, "recycle": "pre_norm"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program at a small size, and what is compiled of it."""
+
+    pieces: Sequence[tuple[str, int]]
+    dtypes: Mapping[str, str] = field(default_factory=lambda: PLAIN)
+    switches: Mapping[str, object] = field(default_factory=dict)
+    program: str = "mtp_dense"
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    def circuit(self) -> Circuit:
+        return resolve(load_program(self.program), Bindings({**SMALL, **self.sizes}, dict(self.switches), **self.dtypes))
+
+
+def drafts(*widths: int) -> list[tuple[str, int]]:
+    return [("draft", rows) for rows in widths]
+
+
 CASES = {
-    "plain": ({}, PLAIN, [*(("draft", rows) for rows in (1, 2, 3, 5, 8)), ("logits", 3), ("draft_masked", 3)]),
-    "every switch": (EVERYTHING, dict.fromkeys(PLAIN, "f32"), [("draft", 3), ("logits", 1), ("context", 5)]),
-    "wide": ({"qk_norm": True}, {**PLAIN, "kv": "bf16"}, [("draft", 17), ("context", 16)]),
-    "bf16": (EVERYTHING, dict.fromkeys(PLAIN, "bf16"), [("draft", 1), ("draft", 4), ("logits", 4), ("draft_masked", 9)]),
-    "f16": ({"attention_gate": True}, dict.fromkeys(PLAIN, "f16"), [("draft", 2), ("logits", 2)]),
+    "plain": Case([*drafts(1, 2, 3, 5, 8), ("logits", 3), ("draft_masked", 3)]),
+    "every switch": Case([("draft", 3), ("logits", 1), ("context", 5)], dict.fromkeys(PLAIN, "f32"), EVERYTHING),
+    "wide": Case([("draft", 17), ("context", 16)], {**PLAIN, "kv": "bf16"}, {"qk_norm": True}),
+    "bf16": Case([*drafts(1, 4), ("logits", 4), ("draft_masked", 9)], dict.fromkeys(PLAIN, "bf16"), EVERYTHING),
+    "f16": Case([("draft", 2), ("logits", 2)], dict.fromkeys(PLAIN, "f16"), {"attention_gate": True}),
+    "moe": Case([*drafts(1, 2, 8, 64), ("draft_masked", 3)], PLAIN, {"shared_gate": True}, "mtp_moe"),
+    "moe fused": Case([*drafts(5), ("logits", 3), ("context", 5)], dict.fromkeys(PLAIN, "f32"), FUSED, "mtp_moe"),
+    "moe bf16": Case(drafts(4), dict.fromkeys(PLAIN, "bf16"), {"shared_gate": True}, "mtp_moe", ALL_EXPERTS),
+    "mla": Case([*drafts(1, 3, 17, 64), ("context", 16)], PLAIN, {}, "mtp_mla"),
+    "mla bf16": Case([("draft", 4), ("draft_masked", 5)], dict.fromkeys(PLAIN, "bf16"), FUSED, "mtp_mla", ALL_EXPERTS),
 }
 
 
 @pytest.fixture(scope="module", params=list(CASES))
 def compiled(request, tmp_path_factory) -> CompiledEntries:
-    switches, dtypes, pieces = CASES[request.param]
-    return compile_entries(small_mtp(switches, **dtypes), pieces, tmp_path_factory.mktemp(request.param.replace(" ", "_")))
+    case = CASES[request.param]
+    return compile_entries(case.circuit(), case.pieces, tmp_path_factory.mktemp(request.param.replace(" ", "_")))
 
 
 def copy_of(cache: PagedKV) -> PagedKV:
@@ -165,7 +197,8 @@ def test_a_perturbed_weight_is_seen(compiled: CompiledEntries) -> None:
     cache = random_cache(compiled.circuit, [7] * rows, generator)
     inputs = random_inputs(compiled.circuit, rows, generator)
     want = interpret(compiled.circuit, entry=entry, inputs=inputs, weights=weights, states={"kv": copy_of(cache)})
-    for name in ("fc", "layer.attn.o_proj", "layer.ffn.up_proj"):
+    parts = ("fc", "attn.o_proj", "attn.kv_b_proj", "ffn.up_proj", "ffn.gate", "ffn.down", "ffn.router", "shared.up_proj")
+    for name in [name for name in weights if name.endswith(parts)]:
         changed = {**weights, name: (weights[name].float() * 1.5 + 0.1).to(weights[name].dtype)}
         got = compiled.run(entry, inputs, changed, {"kv": copy_of(cache)})
         with pytest.raises(AssertionError):
@@ -215,6 +248,59 @@ entries: {run: {outputs: [first, second, seen, through]}}
     module[plan.symbol](x, w, workspace, *got.values())
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5)
+
+
+STORAGES = {
+    "fp8": Storage("fp8", (16, 32)),
+    "fp8 rows": Storage("fp8", (1, 0)),
+    "int8": Storage("int8", (0, 0)),
+    "nvfp4": Storage("nvfp4", (1, 16), True),
+    "mxfp4": Storage("mxfp4", (1, 32)),
+}
+QUANTISED = ("ffn.gate", "ffn.up", "ffn.down", "ffn.router", "attn.kv_b_proj", "ffn.shared.up_proj")
+WHOLE_BLOCKS = {"hidden_size": 64, "moe_intermediate_size": 32, "kv_lora_rank": 64, "shared_expert_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("program", "experts", "kind"),
+    [
+        ("mtp_mla", "apart", "fp8"),
+        ("mtp_moe", "fused", "fp8"),
+        ("mtp_mla", "fused", "fp8 rows"),
+        ("mtp_moe", "apart", "int8"),
+        ("mtp_moe", "fused", "nvfp4"),
+        ("mtp_mla", "apart", "mxfp4"),
+    ],
+)
+def test_quantised_experts_are_read_as_they_are(tmp_path, program: str, experts: str, kind: str) -> None:
+    circuit = Case([], PLAIN, {"experts": experts}, program, WHOLE_BLOCKS).circuit()
+    names = [weight.name for weight in circuit.weights if weight.name.endswith(QUANTISED)]
+    stored = circuit.with_storage(dict.fromkeys(names, STORAGES[kind]))
+    pieces = [("draft", 5)]
+    assert not unreadable(stored, pieces, "cpu", load_schedule("cpu"))
+    compiled = compile_entries(stored, pieces, tmp_path)
+    generator = torch.Generator().manual_seed(13)
+    weights = random_weights(circuit, generator)
+    given = dict(weights)
+    for weight in stored.weights:
+        if weight.name in names:
+            made = random_packed(weight, generator)
+            weights[weight.name] = tensors_to_numbers(weight, made)
+            given |= {value.name: tensor for value, tensor in zip(weight.tensors(), made, strict=True)}
+    for entry, rows in pieces:
+        cache = random_cache(circuit, lengths(rows, generator), generator)
+        inputs = random_inputs(circuit, rows, generator)
+        want = interpret(circuit, entry=entry, inputs=inputs, weights=weights, states={"kv": copy_of(cache)})
+        got = compiled.run(entry, inputs, given, {"kv": copy_of(cache)})
+        close(circuit, got["next_hidden"], want["next_hidden"])
+        close(circuit, got["logprob"], want["logprob"])
+        for name in names:  # the control: other numbers, or other scales, of each
+            for value in [value.name for value in next(item for item in stored.weights if item.name == name).tensors()][:2]:
+                wrong = given[value].clone()
+                wrong.view(-1)[:] = wrong.view(-1).flip(0)
+                other = compiled.run(entry, inputs, {**given, value: wrong}, {"kv": copy_of(cache)})
+                if not torch.equal(wrong, given[value]):
+                    assert not torch.equal(other["next_hidden"], got["next_hidden"]), value
 
 
 NAMES = """
@@ -281,10 +367,11 @@ def test_parameters_have_names_of_their_own(tmp_path) -> None:
     assert len(names) == len(set(names)) == len(argument_values(plan))
 
 
-@pytest.mark.parametrize(("entry", "rows"), [("draft", 1100)])
-def test_many_rows_fit_the_stack(tmp_path, entry: str, rows: int) -> None:
+@pytest.mark.parametrize("program", ["mtp_dense", "mtp_moe", "mtp_mla"])
+def test_many_rows_fit_the_stack(tmp_path, program: str) -> None:
     """A task keeps partial sums of some rows at a time, whatever the batch: run under a stack of 1 MiB."""
-    circuit = small_mtp(**PLAIN)
+    entry, rows = "draft", 1100
+    circuit = Case([], program=program).circuit()
     generator = torch.Generator().manual_seed(12)
     weights = random_weights(circuit, generator)
     cache = random_cache(circuit, lengths(rows, generator), generator)

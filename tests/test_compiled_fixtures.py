@@ -12,10 +12,14 @@ import circuitgraph
 from circuitgraph.checkpoint import bind
 from circuitgraph.errors import CheckpointError
 from circuitgraph.runtime import DraftRunner, ReferenceRunner
-from tests.fixture_cases import FIXTURES, Cases, fixture_tensors, target_of
-from tests.test_fixtures import COMPILED as NAMES
+from tests.fixture_cases import FIXTURES, Cases, cases_class, fixture_tensors, target_of
 from tests.test_fixtures import MAIN
+from tests.test_fixtures import NAMES as GROUPED
+from tests.test_moe import fused_checkpoint
 
+FUSED = "qwen3_5_moe_mtp"
+"""The Qwen3-Next fixture in another layout, with the same cases."""
+NAMES = (*GROUPED, "deepseek_v3_mtp", FUSED)
 WIDTHS = (1, 3)
 
 
@@ -36,7 +40,14 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def artifacts(tmp_path_factory):
+def models(tmp_path_factory):
+    """The checkpoint of each fixture."""
+    fused = fused_checkpoint(tmp_path_factory.mktemp("fused") / "model")
+    return {name: fused if name == FUSED else FIXTURES / name for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def artifacts(models, tmp_path_factory):
     """Each family compiled once, under the switches of its fixture's main cases."""
     folder = tmp_path_factory.mktemp("artifacts")
 
@@ -45,7 +56,7 @@ def artifacts(tmp_path_factory):
         path = folder / name
         circuitgraph.compile(
             "auto",
-            model=FIXTURES / name,
+            model=models[name],
             target_model=target_of(name),
             out=path,
             widths=WIDTHS,
@@ -58,35 +69,55 @@ def artifacts(tmp_path_factory):
     return compiled
 
 
-def load(path, name: str) -> DraftRunner:
-    return circuitgraph.load(path, model=FIXTURES / name, target_model=target_of(name), max_position=64, threads=2)
+@pytest.fixture
+def cases(models, artifacts):
+    """The cases of a fixture against its artifact."""
+
+    def made(name: str) -> Cases:
+        model = {"model": models[name], "target_model": target_of(name)}
+        runner = circuitgraph.load(artifacts(name), **model, max_position=64, threads=2)
+        tensors = fixture_tensors("qwen3_next_mtp" if name == FUSED else name)
+        return cases_class(name)(tensors, runner.circuit.states[0], Run(runner))
+
+    return made
 
 
 @pytest.mark.parametrize("case", ["a", "b", "c", "d", "d_without_overwrite"])
 @pytest.mark.parametrize("name", NAMES)
-def test_cases(name: str, case: str, artifacts) -> None:
-    runner = load(artifacts(name), name)
-    tensors = fixture_tensors(name)
-    if case == "d_without_overwrite" and "d.logits_if_no_overwrite" not in tensors:
+def test_cases(name: str, case: str, cases) -> None:
+    of = cases(name)
+    if case == "d_without_overwrite" and "d.logits_if_no_overwrite" not in of.tensors:
         pytest.skip("this fixture has no such case")
-    getattr(Cases(tensors, runner.circuit.states[0], Run(runner)), f"check_{case}")()
+    getattr(of, f"check_{case}")()
+
+
+PARTS = ("attn.k_proj", "attn.kv_a_proj", "attn.kv_b_proj", "ffn.router", "ffn.down", "ffn.up")
+"""What a control perturbs, of each layer that has it."""
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_wrong_weight_is_seen(name: str, artifacts) -> None:
+def test_a_wrong_weight_is_seen(name: str, cases) -> None:
     """The control: one perturbed weight must fail the same case."""
-    runner = load(artifacts(name), name)
-    k_proj = next(weight for weight in runner.weights if weight.endswith("attn.k_proj"))
-    runner.rebind({k_proj: (runner.weights[k_proj].float() * 1.05).to(runner.weights[k_proj].dtype)})
-    with pytest.raises(AssertionError):
-        Cases(fixture_tensors(name), runner.circuit.states[0], Run(runner)).check_a()
+    of = cases(name)
+    runner = of.forward.runner
+    changed = [weight for weight in runner.weights if weight.endswith(PARTS)]
+    assert changed
+    for weight in changed:
+        right = runner.weights[weight]
+        runner.rebind({weight: (right.float() * 1.1).to(right.dtype)})
+        with pytest.raises(AssertionError):
+            of.check_a()
+        runner.rebind({weight: right})
+    of.check_a()
 
 
-def test_unequal_sequences_in_one_program(artifacts) -> None:
+@pytest.mark.parametrize("name", ["qwen3_dense_mtp", "qwen3_next_mtp", "deepseek_v3_mtp"])
+def test_unequal_sequences_in_one_program(name: str, cases) -> None:
     """Case c drafts three sequences of unequal context in one three-row program, not one by one."""
-    runner = load(artifacts("qwen3_dense_mtp"), "qwen3_dense_mtp")
+    of = cases(name)
+    runner = of.forward.runner
     assert runner.serves(3) == "n-row"
-    Cases(fixture_tensors("qwen3_dense_mtp"), runner.circuit.states[0], Run(runner)).check_c()
+    of.check_c()
     assert runner.paths["n-row"] > 0
     assert runner.paths["split"] == 0
 

@@ -10,8 +10,7 @@ import torch
 from circuitgraph.checkpoint import bind
 from tests.fixture_cases import FIXTURES, Cases, Interpreted, Row, fixture_tensors, target_of
 
-COMPILED = ("qwen3_dense_mtp", "qwen3_5_mtp", "mimo_mtp", "eagle1_llama")
-NAMES = (*COMPILED, "qwen3_next_mtp", "glm4_moe_mtp")
+NAMES = ("qwen3_dense_mtp", "qwen3_5_mtp", "mimo_mtp", "eagle1_llama", "qwen3_next_mtp", "glm4_moe_mtp")
 MAIN = {"mimo_mtp": {"mask_first": False}}
 """Where a fixture's main cases follow another engine than the family's defaults do."""
 

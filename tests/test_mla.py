@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
 from circuitgraph.checkpoint import bind
-from tests.fixture_cases import FIXTURES, Cache, Cases, Interpreted, fixture_tensors
+from tests.fixture_cases import FIXTURES, Interpreted, LatentCases, fixture_tensors
 
 FOLDER = FIXTURES / "deepseek_v3_mtp"
-
-
-@dataclass(frozen=True)
-class LatentCases(Cases):
-    """Cases whose rows are a latent and a rotated part, which transformers stores evens first."""
-
-    def close_kv(self, cache: Cache, sequence: int, first: int, name: str) -> None:
-        latent = self.want(f"{name}latent")
-        rotated, got = cache.read(sequence, first, latent.shape[0] if latent.dim() == 3 else 1)
-        self.close(got, f"{name}latent", "kv")
-        if f"{self.prefix}{name}krope_{self.keys}" in self.tensors:
-            self.close(torch.cat([rotated[..., 0::2], rotated[..., 1::2]], -1), f"{name}krope_{self.keys}", "kv")
 
 
 def cases_of(prefix: str = "", keys: str = "tpos", **switches) -> LatentCases:

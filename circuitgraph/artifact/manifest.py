@@ -16,10 +16,10 @@ from ..circuit.ir import Circuit, Storage, Weight
 from ..circuit.text import circuit_from_json, circuit_to_json
 from ..circuit.types import TensorType
 from ..errors import ArtifactError, Fault
+from ..places import MANIFEST
 from .reader import Reader
 
 FORMAT = 3
-MANIFEST = "manifest.json"
 
 ROLES = ("input", "state", "table", "weight", "workspace", "output")
 SOURCES = ("drafter", "target", "host", "random", "artifact")
@@ -299,6 +299,9 @@ def _check_whole(manifest: Manifest, top: Reader) -> None:
             top.refuse(f"{key}library", f"'{build.library}' is not among the files")
         _check_functions(build.functions, manifest.weights, f"{key}functions", top)
     written = manifest.to_json()
+    for key in written:
+        if key not in top.data:  # what repeats something is not read, and has to be there all the same
+            top.refuse(key, "is absent")
     for key, value in top.data.items():
         if written.get(key, _ABSENT) != value and key != "digest":
             top.refuse(key, "has unknown keys, or disagrees with what it repeats from the circuit and the functions")

@@ -6,18 +6,24 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+
 from ..checkpoint.binding import DEFAULT_POSITIONS, BoundProgram
+from ..checkpoint.made import carried_tensors
 from ..lower import argument_values
 from ..plan.ir import Plan
 from ..plan.text import CONTEXT_FOR_COST, format_plan, plan_records
 from ..target import Built
 from .manifest import Arg, Build, Function, Manifest, Model, Target, config_digest
 from .store import Artifact, write_artifact
+
+WEIGHT_FILE = "weights/model.safetensors"
+"""Of weights that compiling made: a checkpoint of its own, in a folder of its own."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,7 @@ def pack(
     codes: Sequence[Code],
     options: Mapping[str, Any],
     overwrite: bool,
+    scratch: Path,
 ) -> Artifact:
     """Write the artifact folder `out`.
 
@@ -47,6 +54,7 @@ def pack(
         codes: of every processor, the one to name first in front. Their texts have folders of their own where there are
             several.
         options: what the caller asked for, kept for readers.
+        scratch: a folder for a while.
 
     Raises:
         ArtifactError: `out` exists, or the disk refused; nothing is left then.
@@ -65,7 +73,13 @@ def pack(
             files[f"plans/{folder}{plan.symbol}.json"] = json.dumps(plan_records(plan), indent=1).encode()
         files.update({f"src/{folder}{symbol}.tir": text.encode() for symbol, text in code.scripts.items()})
         files.update({f"src/{folder}kernels.{kind}": text.encode() for kind, text in code.built.texts.items()})
-    return write_artifact(out, make_manifest(bound, builds, options), files, overwrite=overwrite)
+    manifest = make_manifest(bound, builds, options)
+    carried = carried_tensors(bound)
+    if carried:
+        files[WEIGHT_FILE] = scratch / "model.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in carried.items()}, files[WEIGHT_FILE])
+        manifest = replace(manifest, weight_file=WEIGHT_FILE)
+    return write_artifact(out, manifest, files, overwrite=overwrite)
 
 
 def _build(code: Code, library: str) -> Build:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..errors import ArtifactError, Fault
+from ..places import check_artifact
 from .machine import built_for_gpu, check_target
 from .manifest import MANIFEST, Manifest
 
@@ -102,12 +103,9 @@ def read_artifact(path: str | Path, *, to_run: bool = True) -> Artifact:
         ArtifactError: the first thing that does not hold.
     """
     path = Path(path)
+    check_artifact(path)
     if path.is_file():
         return _read_zip(path, to_run)
-    if not (path / MANIFEST).is_file():
-        problem = f"has no {MANIFEST}" if path.is_dir() else "does not exist"
-        hint = "Give the folder that `circuitgraph compile -o` wrote, or its zip."
-        raise ArtifactError(Fault(problem, where=str(path), hint=hint))
     return _verified(Artifact(path, _manifest((path / MANIFEST).read_bytes(), path / MANIFEST), path), to_run)
 
 

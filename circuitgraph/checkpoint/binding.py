@@ -14,16 +14,18 @@ import torch
 from ..artifact.manifest import SOURCES, WeightSpec
 from ..circuit.ir import Circuit, Storage
 from ..errors import CheckpointError, Fault, ProgramError, RuntimeUseError, did_you_mean
-from ..language.load import Program, load_program, shipped_programs
+from ..language.load import Program, load_program
 from ..language.resolve import Bindings, resolve
 from ..language.schema import SwitchValue
 from ..ops.base import TORCH_DTYPES
+from ..places import shipped_programs
 from ..runtime.rope import RopeSpec, rope_tables
 from .account import Account, ReportRow, TensorRef
 from .config import ModelConfig, RawConfig, read_raw
 from .family import Family, default_family, load_family, recognise
+from .made import Made, carried_tensors
 from .model import Model, open_checkpoint
-from .provide import made_up, read_weights
+from .provide import made_up, read_tensors, read_weights
 
 DEFAULT_POSITIONS = 32768
 """Most rows of a RoPE table when the caller does not say how many it serves."""
@@ -34,7 +36,7 @@ class BoundProgram:
     """A circuit, and a tensor for each of its weights. `rope` has a spec for each table of the circuit.
 
     The circuit's `storage` says which weights stay quantised. account: a row for each tensor. unread: quantised weights that
-    kernels cannot read, and why.
+    kernels cannot read, and why. made: weights that are not as the checkpoint has them, which the artifact therefore carries.
     """
 
     program: str
@@ -47,6 +49,7 @@ class BoundProgram:
     model: Model
     account: tuple[ReportRow, ...]
     unread: Mapping[str, str] = field(default_factory=dict)
+    made: Mapping[str, Made] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -63,7 +66,9 @@ class BoundProgram:
         if ref is None or row.tensor != ref.name:
             return row
         storage, notes = self.circuit.storage.get(row.weight), [row.reason] if row.reason else []
-        if storage is not None:
+        if row.weight in self.made:
+            notes.append(str(self.made[row.weight]))
+        elif storage is not None:
             notes.append(f"{ref.packed or storage}, read as it is")
         elif ref.packed is not None:
             why = f", since kernels cannot read it ({self.unread[row.weight]})" if row.weight in self.unread else ""
@@ -82,6 +87,9 @@ class BoundProgram:
             ref, dtype = self.tensors[weight.name], weight.type.dtype
             stored = "" if ref.packed or ref.dtype == dtype else ref.dtype
             shape = _numbers(weight.type.shape)
+            if weight.name in self.made and ref.source != "random":
+                specs[weight.name] = self.made[weight.name].spec(weight)
+                continue
             specs[weight.name] = WeightSpec(dtype, shape, ref.name, ref.source, stored, ref.packed, weight.storage)
         return specs
 
@@ -116,6 +124,8 @@ class BoundProgram:
             if sources[source] and model is not None and model.tensors is not None:
                 weights.update(read_weights(model.tensors, sources[source], device))
         weights.update(made_up(self.circuit, sources["random"], seed, device))
+        if sources["artifact"]:
+            weights.update(read_tensors(carried_tensors(self), sources["artifact"], device))
         for name, spec in self.rope.items():
             rows = positions or min(spec.max_position or DEFAULT_POSITIONS, DEFAULT_POSITIONS)
             weights[f"{name}.cos"], weights[f"{name}.sin"] = rope_tables(spec, rows, device)
@@ -129,6 +139,9 @@ class BoundProgram:
                 faults.append(
                     Fault("a host tensor has the wrong shape", subject=name, expected=str(list(ref.shape)), got=str(got))
                 )
+            elif name in host and name in self.made:
+                hint = "Bind it without quantising it and with its whole vocabulary, or leave the tensor out."
+                faults.append(Fault("is made when compiling", subject=name, got="a tensor of the host", hint=hint))
             elif ref.source == "host" and name not in host:
                 hint = f"Give host={{'{name}': the target's {ref.name}}}, or bind with target_model=."
                 faults.append(Fault("a tensor of the host is missing", subject=name, expected=str(list(ref.shape)), hint=hint))

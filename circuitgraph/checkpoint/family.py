@@ -12,9 +12,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from ..errors import CheckpointError, Fault, ProgramError, did_you_mean
-from ..language.load import PROGRAMS
 from ..language.schema import SwitchValue
 from ..language.source import Places, read_yaml
+from ..places import PROGRAMS
 from .config import ModelConfig, RawConfig, read_config
 from .files import TensorFiles
 from .model import Model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError, Fault
+from ..places import check_model
 from .config import RawConfig, read_raw
 from .files import TensorFiles
 
@@ -27,8 +27,6 @@ def open_checkpoint(path: str | Path, target: str | Path | None = None) -> Model
         CheckpointError: no such path, an unreadable config, unreadable tensor files.
     """
     path = Path(path)
-    if not path.exists():
-        hint = "Give a model folder, or the path of a config.json."
-        raise CheckpointError(Fault("the path does not exist", where=str(path), hint=hint))
+    check_model(path)
     tensors = TensorFiles.open(path) if path.is_dir() else None
     return Model(path, read_raw(path), tensors, open_checkpoint(target) if target is not None else None)

@@ -151,6 +151,19 @@ def packed_tensors(
     return {value.name: item.reshape(value.type.shape).contiguous() for value, item in zip(wanted, found, strict=True)}  # type: ignore[union-attr,arg-type]
 
 
+def packed_in_file(name: str, storage: Storage) -> Packed:
+    """How `file_tensors` stores a weight under `name`."""
+    return Packed(storage.format, f"{name}.scales", storage.block, f"{name}.whole" if storage.whole else "")
+
+
+def file_tensors(name: str, storage: Storage, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that programs read (`Weight.tensors`) in the dtypes of files."""
+    values, scales, *whole = tensors
+    scales = scales.view(torch.float8_e4m3fn) if storage.format == "nvfp4" else scales
+    stored = (values.view(_VALUES.get(storage.format, torch.uint8)), scales, *whole)
+    return dict(zip((name, f"{name}.scales", f"{name}.whole"), stored, strict=False))
+
+
 def dequantised(circuit: Circuit, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """`weights` with every quantised one of the circuit as its numbers in fp32: what ops' references are given.
 

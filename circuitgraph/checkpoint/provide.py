@@ -41,6 +41,20 @@ def read_weights(
         raise CheckpointError(faults)
     wanted = {tensor for spec in specs.values() for tensor in (spec.tensor, *(spec.packed.tensors if spec.packed else ()))}
     tensors = files.load(sorted(wanted))
+    return read_tensors(tensors, specs, device, files)
+
+
+def read_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    specs: Mapping[str, WeightSpec],
+    device: torch.device | str = "cpu",
+    files: TensorFiles | None = None,
+) -> dict[str, torch.Tensor]:
+    """`read_weights` of tensors as files store them. files: where they are from, for errors.
+
+    Raises:
+        CheckpointError: a scale that is no number.
+    """
     made: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     weights = {}
     for name, spec in specs.items():
@@ -68,7 +82,7 @@ def _misfit(files: TensorFiles, name: str, spec: WeightSpec) -> tuple[Fault, ...
 
 
 def _ready(
-    files: TensorFiles, spec: WeightSpec, tensors: Mapping[str, torch.Tensor], device: torch.device | str
+    files: TensorFiles | None, spec: WeightSpec, tensors: Mapping[str, torch.Tensor], device: torch.device | str
 ) -> list[torch.Tensor]:
     """The tensors of the weight on `device`: one in its circuit's dtype, or those of its storage."""
     packed, dtype = spec.packed, TORCH_DTYPES[spec.dtype]
@@ -79,7 +93,7 @@ def _ready(
         if packed.divides and name == packed.global_scale:
             broken = broken | (tensors[name] == 0)
         if broken.any():
-            where = str(files.info(name).file)
+            where = str(files.info(name).file) if files else None
             hint = "The checkpoint is damaged: download or export it again."
             got = f"{int(broken.sum())} of {broken.numel()} that are not"
             raise CheckpointError(

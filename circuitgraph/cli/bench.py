@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..places import check_artifact, check_model, check_target
 from .common import out, parse_widths, print_json, table
 from .options import AsJson, Model, TargetModel, Threads
 from .progress import CompileProgress, bar
@@ -74,6 +75,10 @@ def bench(
     if artifact is not None and target is not None:
         raise typer.BadParameter("an artifact has its own target", param_hint="'--target'")
 
+    if artifact is not None:
+        check_artifact(artifact)
+    check_model(model)
+    check_target(target_model)
     from ..measure import bench as cpu
     from ..measure import shapes
 

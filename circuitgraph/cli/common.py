@@ -20,9 +20,13 @@ Command = TypeVar("Command", bound=Callable[..., None])
 MAX_WIDTH = 1024
 
 
+UNBROKEN = 10_000
+"""Columns of a pipe or file: what reads it wants whole lines, and a table is as wide as its content."""
+
+
 def out() -> Console:
     """Results. Made anew for each use: tests and pipes replace sys.stdout."""
-    return Console(file=sys.stdout, highlight=False)
+    return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else UNBROKEN)
 
 
 def notes() -> Console:
@@ -79,6 +83,23 @@ def parse_widths(text: str, option: str = "'--widths'") -> tuple[int, ...]:
             raise typer.BadParameter(f"widths lie between 1 and {MAX_WIDTH}, got '{part.strip()}'", param_hint=option)
         widths.update(range(low, high + 1))
     return tuple(sorted(widths))
+
+
+def parse_formats(items: Sequence[str]) -> dict[str, str]:
+    """`--quantize name=format` options.
+
+    Raises:
+        typer.BadParameter: an item without '=', or one name twice.
+    """
+    formats: dict[str, str] = {}
+    for item in items:
+        name, equals, value = (piece.strip() for piece in item.partition("="))
+        if not equals or not name or not value:
+            raise typer.BadParameter(f"'{item}' does not say NAME=FORMAT", param_hint="'--quantize'")
+        if name in formats:
+            raise typer.BadParameter(f"'{name}' is given twice", param_hint="'--quantize'")
+        formats[name] = value
+    return formats
 
 
 def parse_switches(items: Sequence[str]) -> dict[str, bool | str]:

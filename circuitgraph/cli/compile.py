@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import notes, out, parse_switches, parse_widths, print_json
+from ..places import check_model, check_schedule, check_target, find_program
+from .common import notes, out, parse_formats, parse_switches, parse_widths, print_json
 from .options import AsJson, Family, FloatType, Model, PipelineStage, Program, ScheduleFile, Switches, Target, TargetModel
 from .progress import CompileProgress, bar
 
@@ -40,6 +41,24 @@ def compile_(
     wt: Annotated[
         FloatType | None, typer.Option("--wt", help="Convert weights to this type; left out, each keeps its own.")
     ] = None,
+    quantize: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--quantize",
+            metavar="NAME=FORMAT",
+            help="Quantise a weight, or all that a pattern fits, in a copy in the artifact: fp8, fp8-block, int8, nvfp4, mxfp4; "
+            "repeatable.",
+        ),
+    ] = None,
+    dequantise: Annotated[
+        bool, typer.Option("--dequantise", help="Weights that the checkpoint has quantised become floats when they are loaded.")
+    ] = False,
+    draft_vocab: Annotated[
+        str | None,
+        typer.Option(
+            "--draft-vocab", metavar="N|FILE", help="The head scores the first N tokens alone, or those whose ids FILE lists."
+        ),
+    ] = None,
     portable: Annotated[
         bool, typer.Option("--portable", help="For any processor of this architecture instead of this machine's own.")
     ] = False,
@@ -63,6 +82,7 @@ def compile_(
 
     \b
     circuitgraph compile auto --model drafter/ --target-model llm/ -o drafter.cg
+    circuitgraph compile auto --model drafter/ --target-model llm/ --quantize lm_head=fp8 -o small.cg
     circuitgraph compile mtp_dense --model config.json --widths 1-4,8 -o r.cg
     circuitgraph compile mtp_dense --model drafter/ --stop-after place
     circuitgraph compile auto --model drafter/ --stop-after resolve --tensors
@@ -75,8 +95,13 @@ def compile_(
         raise typer.BadParameter(f"goes with --target cpu, not with '{target}'", param_hint="'--portable'")
     entries = [*DEFAULT_ENTRIES, *extra] if extra else None
     rows, chunks = parse_widths(widths), parse_widths(context_rows, "'--context-rows'")
-    chosen = parse_switches(switches or [])
+    chosen, formats = parse_switches(switches or []), parse_formats(quantize or [])
 
+    if program != "auto":
+        find_program(program)
+    check_model(model)
+    check_target(target_model)
+    check_schedule(schedule)
     from ..checkpoint.report import format_report
     from ..measure.weights import gguf_file
     from ..pipeline import compile, work_list
@@ -103,6 +128,9 @@ def compile_(
             kv=kv,
             wt=wt,
             schedule_file=schedule,
+            quantize=formats,
+            dequantise=dequantise,
+            draft_vocab=draft_vocab,
             overwrite=overwrite,
             dump=dump,
             stop_after=stop_after,
@@ -116,10 +144,21 @@ def compile_(
     seconds = sum(result.seconds.values())
     programs = ", ".join(dict.fromkeys(plan.symbol for plan in result.plans))
     notes().print(f"{result.circuit.name}: {len(result.plans)} programs in {seconds:.1f} s ({programs})")
+    _say_bytes(result)
     if result.path is None:
         notes().print("nothing written, as asked")
     else:
         out().print(str(result.path), soft_wrap=True)
+
+
+def _say_bytes(result: Any) -> None:
+    """What quantised weights save of a step."""
+    read, storage = result.step_bytes(), result.circuit.storage
+    if read is None or not storage:
+        return
+    now, before = (f"{count / 1e6:.1f} MB" for count in read)
+    names = ", ".join(f"{name} in {kind}" for name, kind in storage.items())
+    notes().print(f"{names}: a step of one row moves {now}, {before} with plain weights", soft_wrap=True, markup=False)
 
 
 def _record(result: Any) -> dict[str, Any]:
@@ -127,6 +166,8 @@ def _record(result: Any) -> dict[str, Any]:
         "path": str(result.path) if result.path else None,
         "program": result.circuit.name,
         "facts": dict(result.circuit.facts),
+        "storage": {name: str(storage) for name, storage in result.circuit.storage.items()},
+        "step_bytes": dict(zip(("now", "plain"), result.step_bytes() or (None, None), strict=True)),
         "tensors": [vars(row) for row in result.report],
         "programs": [
             {

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from ..places import check_model, check_schedule, find_program, is_artifact
 from .common import out, parse_switches, print_json
 from .options import AsJson, Entry, Family, Model, PlanTarget, ProgramOrArtifact, ScheduleFile, Switches, Width
 
@@ -32,6 +33,10 @@ def explain(
     circuitgraph explain drafter.cg --width 4             as it was compiled
     """
     chosen = parse_switches(switches or [])
+    if not is_artifact(program):
+        check_model(model)
+        check_schedule(schedule)
+        find_program(program)
 
     from ..inspect import explain as explain_program
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from ..places import check_artifact, check_model, check_target, check_tokenizer
 from .common import out, print_json, table
 from .options import AsJson, FloatType, Threads
 from .progress import bar
@@ -40,6 +41,10 @@ def generate(
     \b
     circuitgraph generate --model llm/ --artifact drafter.cg --prompt "Why is the sky blue?"
     """
+    check_artifact(artifact)
+    check_target(model)
+    check_tokenizer(model)
+    check_model(drafter)
     from ..artifact.store import read_artifact
     from ..measure.weights import folder_of, target_tensors
     from ..runtime import load
@@ -49,7 +54,7 @@ def generate(
     set_threads(threads)
     manifest = read_artifact(artifact).manifest
     with bar("generate") as report:
-        report("loading the target", 0, len(prompts))
+        report("loading the target", 0, 1 + 2 * len(prompts))
         target = load_target(model, dtype)
         runner = load(
             artifact, model=folder_of(manifest, "model", drafter), weights=target_tensors(manifest, target.model), threads=threads

@@ -1,7 +1,8 @@
-"""Progress bars on stderr; silent where nobody watches."""
+"""Progress on stderr: a bar on a terminal; elsewhere (a log, CI) a line now and then, so that long work is seen to go on."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,14 +15,34 @@ Report = Callable[[str, int, int], None]
 """(what is done now, steps done, steps in all)"""
 
 
+LINE_SECONDS = 5.0
+"""Between two lines."""
+
+
 @contextmanager
 def bar(title: str) -> Iterator[Report]:
     """A bar that long work reports to; it is gone when the work is done."""
+    if not notes().is_terminal:
+        yield _lines(title)
+        return
     columns = (TextColumn("{task.fields[title]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console, what = notes(), TextColumn("{task.description}")
-    with Progress(*columns, what, console=console, transient=True, disable=not console.is_terminal) as shown:
+    what = TextColumn("{task.description}")
+    with Progress(*columns, what, console=notes(), transient=True) as shown:
         task = shown.add_task("", total=None, title=title)
         yield lambda what, done, total: shown.update(task, description=what, completed=done, total=total)
+
+
+def _lines(title: str) -> Report:
+    started = told = time.monotonic()
+
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told >= LINE_SECONDS:
+            told = now
+            notes().print(f"{title}: {done} of {total} after {now - started:.0f} s; {what}", markup=False, soft_wrap=True)
+
+    return report
 
 
 class CompileProgress:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..places import check_model, check_schedule, find_program, is_artifact
 from .common import parse_switches, print_json
 from .options import AsJson, Entry, Family, Model, PlanTarget, ProgramOrArtifact, ScheduleFile, Switches, TextStage, Width
 
@@ -34,6 +35,10 @@ def show(
     circuitgraph show drafter.cg --width 4 --stage llvm
     """
     chosen = parse_switches(switches or [])
+    if not is_artifact(program):
+        check_model(model)
+        check_schedule(schedule)
+        find_program(program)
 
     from ..inspect import stage_text
 

@@ -61,12 +61,16 @@ def decode_pairs(
             target.model, prompt, proposer=drafter, num_drafts=num_drafts, max_new_tokens=tokens, eos_ids=target.eos_ids
         )
 
+    steps = 1 + 2 * len(prompts)
+    report("warming up", 0, steps)
     for drafter in (None, proposer):
         decode(ids[0], drafter, tokens=min(8, max_new_tokens))
     pairs = []
     for index, (prompt, tensor) in enumerate(zip(prompts, ids, strict=True)):
-        report(prompt[:40], index, len(prompts))
-        plain, drafted = decode(tensor, None), decode(tensor, proposer)
+        report(f"plain: {prompt[:40]}", 1 + 2 * index, steps)
+        plain = decode(tensor, None)
+        report(f"with drafts: {prompt[:40]}", 2 + 2 * index, steps)
+        drafted = decode(tensor, proposer)
         pairs.append(Pair(prompt, target.tokenizer.decode(plain.ids, skip_special_tokens=True), plain, drafted))
     return pairs
 

@@ -10,6 +10,7 @@ import torch
 
 from ..errors import CheckpointError, Fault
 from ..measure.weights import gguf_file, quiet
+from ..places import check_target, check_tokenizer
 from ..runtime.integrations.few_rows import use_few_rows_linear
 
 
@@ -43,8 +44,8 @@ def load_target(folder: str | Path, dtype: str) -> Target:
         CheckpointError: transformers is not installed, or does not load it.
     """
     folder = Path(folder)
-    if not folder.exists():
-        raise CheckpointError(Fault("the path does not exist", where=str(folder), hint="Give the target model's folder."))
+    check_target(folder)
+    check_tokenizer(folder)
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ModuleNotFoundError:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from ..places import check_artifact, check_model, check_target
 from .common import out, print_json, table
 from .options import Artifact, AsJson, Model, TargetModel, Threads
 from .progress import bar
@@ -32,6 +33,9 @@ def verify(
     circuitgraph verify drafter.cg --model drafter/ --target-model llm/
     circuitgraph verify random.cg --seed 7                 compiled from a config.json
     """
+    check_artifact(artifact)
+    check_model(model)
+    check_target(target_model)
     from ..measure.verify import verify as verify_artifact
 
     with bar("verify") as report:

@@ -6,7 +6,8 @@ import tempfile
 from pathlib import Path
 
 from ..circuit.ir import Circuit
-from .load import Program, find_program, load_program, shipped_programs
+from ..places import find_program, shipped_programs
+from .load import Program, load_program
 from .resolve import Bindings, resolve, switch_space
 
 __all__ = [

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import TypeAlias
 
 from ..errors import CircuitgraphError, Fault, Location, ProgramError, did_you_mean
+from ..places import PROGRAMS, find_program
 from .expressions import Call, Expression, Ref, Statement, parse_expression, parse_statement
 from .schema import BlockFile, BlockWeights, DerivedFile, ProgramFile, RepeatDecl, SwitchValue, WhenDecl
 from .source import Key, MergedPlaces, Places, read_yaml
-
-PROGRAMS = Path(str(resources.files("circuitgraph.programs")))
 
 
 @dataclass(frozen=True)
@@ -59,27 +57,6 @@ class Program:
     @property
     def name(self) -> str:
         return self.file.program
-
-
-def shipped_programs() -> dict[str, Path]:
-    """Name to file of every program in the distribution."""
-    return {path.stem: path for path in sorted(PROGRAMS.glob("*.yaml"))}
-
-
-def find_program(name_or_path: str | Path) -> Path:
-    """A shipped program's name, or a path to a YAML file.
-
-    Raises:
-        ProgramError: neither.
-    """
-    shipped = shipped_programs()
-    if str(name_or_path) in shipped:
-        return shipped[str(name_or_path)]
-    path = Path(name_or_path)
-    if path.suffix in (".yaml", ".yml") and path.is_file():
-        return path
-    hint = f"{did_you_mean(str(name_or_path), shipped)} Or give the path of a .yaml file."
-    raise ProgramError(Fault(f"no program '{name_or_path}'", hint=hint))
 
 
 def load_program(name_or_path: str | Path) -> Program:

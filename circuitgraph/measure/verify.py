@@ -180,6 +180,8 @@ class _Subject:
             storage = self.manifest.circuit.storage[name.removesuffix(".scales")]
             powers = storage.format == "mxfp4" and name.endswith(".scales")
             return torch.where(some, right - 1 if powers else right ^ 128, right)
+        if not right.dtype.is_floating_point:  # ids: each the next one's, so that none leaves its range
+            return right.roll(1)
         values = right.float()
         scale = max(float(values.square().mean().sqrt()), SMALLEST_RMS)
         return (values + PERTURBATION * scale * torch.randn(values.shape, generator=self.generator)).to(right.dtype)

@@ -118,6 +118,9 @@ def random_weights(manifest: Manifest, device: torch.device | str, *, every: boo
             tensors = random_packed(weight, generator)
             weights.update((value.name, tensor) for value, tensor in zip(weight.tensors(), tensors, strict=True))
             continue
+        if not TORCH_DTYPES[spec.dtype].is_floating_point:
+            weights[name] = torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
+            continue
         if spec.tensor not in made:
             values = torch.randn(spec.shape, generator=generator, device=device, dtype=TORCH_DTYPES[spec.dtype])
             # Matrices keep the size of what they project; vectors are norms (or biases), which vary around 1.

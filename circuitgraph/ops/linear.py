@@ -213,3 +213,46 @@ class MaskedTop1(Op):
             return [*random_tensors(types[:1], generator), words.to(torch.int32)]
 
         return [Sample(types, {}, some)]
+
+
+@register
+class OwnMask(Op):
+    """A mask of a drafter's own ids from one of the target's: bit c is bit c + offsets[c] of `allowed`. Bits behind the last own
+    id are 0."""
+
+    name = "own_mask"
+    inputs = ("allowed", "offsets")
+
+    @staticmethod
+    def infer(types, attrs, ctx):
+        allowed, offsets = types
+        need_rank(allowed, (2,), "the mask")
+        need_rank(offsets, (1,), "the offsets")
+        if allowed.dtype != "i32" or offsets.dtype not in ("i32", "i64"):
+            raise TypeRuleError("a mask is i32, offsets i32 or i64", got=f"{allowed} and {offsets}")
+        return (TensorType("i32", (allowed.shape[0], -(-offsets.shape[0] // MASK_BITS))),)
+
+    @staticmethod
+    def reference(args, attrs, ctx):
+        allowed, offsets = args
+        own = torch.arange(len(offsets), device=offsets.device)
+        target = own + offsets.long()
+        bits = (allowed[:, target // MASK_BITS] >> (target % MASK_BITS).to(torch.int32)) & 1
+        bits = torch.nn.functional.pad(bits, (0, -len(own) % MASK_BITS)).unflatten(1, (-1, MASK_BITS)).long()
+        words = (bits << torch.arange(MASK_BITS, device=bits.device)).sum(-1)
+        return (torch.where(words >= 2**31, words - 2**32, words).to(torch.int32),)
+
+    @staticmethod
+    def cost(ins, outs, attrs, context):
+        return element_cost((ins[0], ins[1], *outs), outs, 0)
+
+    @staticmethod
+    def samples(rows):
+        types = (TensorType("i32", (rows, 3)), TensorType("i32", (41,)))
+
+        def some(generator):
+            words = torch.randint(-(2**31), 2**31, (rows, 3), generator=generator).to(torch.int32)
+            ids = torch.randperm(96, generator=generator)[:41].sort().values
+            return [words, (ids - torch.arange(41)).to(torch.int32)]
+
+        return [Sample(types, {}, some)]

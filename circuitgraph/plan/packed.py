@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from ..circuit.ir import Circuit
+from ..circuit.ir import Circuit, Storage
 from ..circuit.narrow import slice_entry, specialize
 from .fuse import fuse
 from .ir import Group, Plan
@@ -17,7 +17,8 @@ def unreadable(
 ) -> dict[str, str]:
     """Quantised weights that no rule's kernel reads in some program of `pieces` (entry, rows), and why.
 
-    Weights that one group reads go together. Those `required` are not given up: `schedule` refuses their group.
+    Of several that a declined group reads one is given up, if that suffices, else all: a norm or an embedding in front of a
+    product does not cost the product its weights. Those `required` are not given up: `schedule` refuses their group.
     """
     plans = [fuse(specialize(slice_entry(circuit, entry), rows), entry, rows, target) for entry, rows in pieces]
     given_up: dict[str, str] = {}
@@ -25,15 +26,24 @@ def unreadable(
         kept = {name: storage for name, storage in circuit.storage.items() if name not in given_up}
         more: dict[str, str] = {}
         for plan in plans:
-            now = replace(plan, circuit=plan.circuit.with_storage(kept))
             for group in plan.groups:
                 names = [name for name in group.inputs if name in kept and name not in required]
-                reason = _declined(now, group, rules) if names else None
-                if reason is not None:
-                    more.update(dict.fromkeys(names, reason))
+                reason = _declined(_holding(plan, kept), group, rules) if names else None
+                if reason is None:
+                    continue
+                without = ({other: kind for other, kind in kept.items() if other != name} for name in names)
+                enough = (
+                    name for name, rest in zip(names, without, strict=True) if not _declined(_holding(plan, rest), group, rules)
+                )
+                one = next(enough, None)
+                more.update(dict.fromkeys(names if one is None else [one], reason))
         if not more:
             return given_up
         given_up.update(more)
+
+
+def _holding(plan: Plan, storage: Mapping[str, Storage]) -> Plan:
+    return replace(plan, circuit=plan.circuit.with_storage(storage))
 
 
 def _declined(plan: Plan, group: Group, rules: Sequence[Rule]) -> str | None:

@@ -14,6 +14,7 @@ from ..errors import Fault, Location, ScheduleError, did_you_mean
 from ..kernels import register_kernels
 from ..kernels.base import Kernel, kernels_of, make_params
 from ..language.source import read_yaml
+from ..places import check_schedule
 from .fuse import CACHE, PATTERNS, ROWS
 from .ir import Choice, Group, Plan
 
@@ -64,9 +65,7 @@ def load_schedule(target: str, path: Path | None = None) -> tuple[Rule, ...]:
     Raises:
         ScheduleError: the file does not load, or names a kernel, pattern or parameter that does not exist.
     """
-    if path is not None and not path.is_file():
-        problem = "is no file" if path.exists() else "the file does not exist"
-        raise ScheduleError(Fault(problem, where=str(path), hint="Give the path of a schedule's .yaml file."))
+    check_schedule(path)
     path = path or SCHEDULES / f"{target}.yaml"
     if not path.is_file():
         known = [file.stem for file in SCHEDULES.glob("*.yaml")]

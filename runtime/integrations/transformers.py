@@ -8,6 +8,7 @@ Batch 1; tried with transformers 4.57 to 5.24.
 from __future__ import annotations
 
 import inspect
+import operator
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -17,9 +18,14 @@ import torch
 
 from circuitgraph.errors import Fault, RuntimeUseError
 
+from ..arguments import of_kind, shown, whole
 from ..mtp import MtpProposer
 from ..pool import PoolExhausted
+from ..proposer import DraftProposer
 from ..verify import accept_greedy
+
+WHERE = "generate"
+"""In errors."""
 
 
 @dataclass
@@ -75,7 +81,8 @@ class HiddenTap:
 
     def __init__(self, model: Any, source: str):
         if source not in ("post_norm", "pre_norm"):
-            raise RuntimeUseError(Fault("cannot be captured", subject="hidden", expected="post_norm or pre_norm", got=source))
+            expected, got = "post_norm or pre_norm", shown(source)
+            raise RuntimeUseError(Fault("cannot be captured", where="HiddenTap", subject="source", expected=expected, got=got))
         decoder = model.get_decoder()
         names = [name for name in ("norm", "final_layernorm", "ln_f") if hasattr(decoder, name)]
         if not names:
@@ -152,35 +159,51 @@ def generate(
         cache: a transformers cache that already holds rows of the first tokens; it grows with the text.
 
     Raises:
-        RuntimeUseError: a batch, an empty prompt, or a proposer of another hidden size.
+        RuntimeUseError: a batch, an empty prompt, a proposer of another hidden size, or what is no such argument at all.
     """
-    if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 1:
-        shape = list(input_ids.shape)
-        raise RuntimeUseError(Fault("one prompt at a time", subject="input_ids", expected="[1, P], P >= 1", got=str(shape)))
-    if max_new_tokens < 1:
-        raise RuntimeUseError(Fault("must be positive", subject="max_new_tokens", got=str(max_new_tokens)))
+    _check_prompt(input_ids)
+    of_kind(model, torch.nn.Module, "model", WHERE, "a causal LM of transformers")
+    whole(max_new_tokens, "max_new_tokens", WHERE, least=1)
+    whole(num_drafts, "num_drafts", WHERE)
+    of_kind(proposer, (DraftProposer, type(None)), "proposer", WHERE, "a DraftProposer or None")
+    ends = _end_ids(eos_ids)
     if proposer is None:
-        text = _Text(input_ids, max_new_tokens, eos_ids, streamer, stop)
+        text = _Text(input_ids, max_new_tokens, ends, streamer, stop)
         return _decode(_Target(model, cache, None), text, None)
     if proposer.runner.hidden_size != model.config.get_text_config().hidden_size:
         expected, got = str(proposer.runner.hidden_size), str(model.config.get_text_config().hidden_size)
         raise RuntimeUseError(Fault("the drafter was made for another model", subject="hidden_size", expected=expected, got=got))
     with HiddenTap(model, proposer.runner.hidden_source) as tap:
         drafting = _Drafting(proposer, num_drafts, input_ids.shape[1] + max_new_tokens)
-        text = _Text(input_ids, max_new_tokens, eos_ids, streamer, stop)
+        text = _Text(input_ids, max_new_tokens, ends, streamer, stop)
         try:
             return _decode(_Target(model, cache, tap), text, drafting)
         finally:
             proposer.free_state(drafting.state)
 
 
+def _check_prompt(input_ids: Any) -> None:
+    fits = isinstance(input_ids, torch.Tensor) and input_ids.dim() == 2 and input_ids.shape[0] == 1 and input_ids.shape[1] >= 1
+    if not fits or input_ids.dtype not in (torch.int64, torch.int32):
+        expected, got = "int64[1, P], P >= 1", shown(input_ids)
+        raise RuntimeUseError(Fault("one prompt at a time", where=WHERE, subject="input_ids", expected=expected, got=got))
+
+
+def _end_ids(eos_ids: Any) -> frozenset[int]:
+    try:
+        return frozenset(operator.index(token) for token in eos_ids)
+    except TypeError:
+        expected, got = "a collection of ints", shown(eos_ids)
+        raise RuntimeUseError(Fault("are no tokens", where=WHERE, subject="eos_ids", expected=expected, got=got)) from None
+
+
 class _Text:
     """The ids so far and when they end."""
 
-    def __init__(self, prompt: torch.Tensor, room: int, eos_ids: Collection[int], streamer: Any, stop: Callable | None):
+    def __init__(self, prompt: torch.Tensor, room: int, eos_ids: frozenset[int], streamer: Any, stop: Callable | None):
         self.prompt = prompt
         self.ids: list[int] = prompt[0].tolist()
-        self.room, self.eos_ids, self.streamer, self.stop = room, frozenset(eos_ids), streamer, stop
+        self.room, self.eos_ids, self.streamer, self.stop = room, eos_ids, streamer, stop
         self.new = 0
         self.ended = False
         if streamer is not None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -252,3 +256,17 @@ def test_a_schedule_that_is_not_there(run, tmp_path):
     assert result.exit_code == 1
     assert f"{tmp_path / 'nope.yaml'}: the file does not exist" in result.stderr
     assert "is no file" in run("show", "mtp_dense", "--schedule", tmp_path).stderr
+
+
+def test_tables_are_whole_in_a_pipe(artifact):
+    """As `circuitgraph verify | less` and a log see them: 80 columns would cut the numbers."""
+    command = [sys.executable, "-m", "circuitgraph.cli", "verify", str(artifact), "--threads", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "40"})
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    head = next(line for line in lines if line.lstrip().startswith("program"))
+    rows = [line for line in lines if re.match(r"\s*(draft|context) \d", line)]
+    assert len(rows) == 3, "one line a program"
+    assert len(head) > 40
+    assert all("\u2026" not in line for line in lines)
+    assert all(name in head.split() for name in ("draft", "logprob", "next_hidden"))

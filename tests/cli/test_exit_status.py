@@ -60,6 +60,40 @@ def test_failure(run, arguments, message, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["verify", "nowhere.cg"],
+        ["verify", "."],
+        ["bench", "nowhere.cg"],
+        ["explain", "no_such_program"],
+        ["show", "mtp_dense", "--schedule", "nowhere.yaml"],
+        ["show", "mtp_dense", "--model", "nowhere"],
+        ["compile", "auto", "--model", "nowhere", "-o", "x"],
+        ["compile", "mtp_dens", "--model", ".", "-o", "x"],
+        ["compile", "auto", "--model", ".", "--target-model", "nowhere", "-o", "x"],
+        ["generate", "--model", "nowhere", "--artifact", "nowhere.cg", "--prompt", "x"],
+    ],
+    ids=" ".join,
+)
+def test_a_path_that_is_not_there_is_told_before_anything_heavy_is_imported(arguments, tmp_path):
+    """torch takes seconds. In a process of its own: this one has it."""
+    script = (
+        "import sys\n"
+        "from circuitgraph.cli.app import app\n"
+        "try:\n"
+        "    app(sys.argv[1:])\n"
+        "except SystemExit as stop:\n"
+        "    heavy = {'torch', 'tvm', 'tvm_ffi', 'transformers'} & set(sys.modules)\n"
+        "    sys.exit(f'imported {heavy}' if heavy else stop.code)\n"
+    )
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "imported" not in done.stderr
+
+
 def test_every_fault_of_a_program_is_told_with_its_line(tmp_path):
     """In a process of its own, as a shell sees it."""
     (tmp_path / "bad.yaml").write_text(

@@ -120,7 +120,8 @@ def test_experts_and_latent_attention_are_groups_of_their_own():
         return [(group.pattern, {node.op for node in group.epilogue}) for group in grouped(circuit).groups]
 
     assert patterns("mtp_moe", shared_gate=True)[5:10] == [
-        ("gated", {"silu", "mul"}), ("route", set()), ("experts", set()), ("project", {"sigmoid"}), ("project", {"scale_rows", "add"}),
+        ("gated", {"silu", "mul"}), ("route", set()), ("experts", set()), ("project", {"sigmoid"}),
+        ("project", {"scale_rows", "add"}),
     ]  # fmt: skip
     assert [name for name, _ in patterns("mtp_mla")][3:8] == [
         "cache_rows", "head_project", "attend_latent", "head_project", "project",

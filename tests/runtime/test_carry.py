@@ -20,6 +20,7 @@ def turn(proposer, script, length=20, budget=None):
     return state
 
 
+@pytest.mark.shows("method take_drafter_kv", "method install_drafter_kv", "goal two turns")
 def test_two_turns_draft_as_one_prefill_of_everything():
     """Turn two drafts from its first token without prefilling turn one again."""
     proposer, script = proposer_of(), Script(0)
@@ -40,6 +41,7 @@ def test_two_turns_draft_as_one_prefill_of_everything():
     assert propose(proposer, script, 31, 4, state) == propose(proposer, script, 31, 4, whole) == oracle(drafter(), script, 31, 4)
 
 
+@pytest.mark.shows("method take_drafter_kv", "method free_drafter_kv")
 def test_a_state_is_as_fresh_after_taking_and_freeing_it_frees_nothing():
     proposer, script = proposer_of(), Script(0)
     state = turn(proposer, script)
@@ -55,6 +57,7 @@ def test_a_state_is_as_fresh_after_taking_and_freeing_it_frees_nothing():
     assert proposer.pool.ledger.free == proposer.pool.total
 
 
+@pytest.mark.shows("method install_drafter_kv", "pitfall KV of another life")
 @pytest.mark.parametrize("differs", [1, 8, 9, 15, 16, 17, 19])
 def test_only_the_common_prefix_is_kept(differs):
     """Pitfall: carried KV installed past the common prefix."""
@@ -152,6 +155,7 @@ REFUSALS = {
 }  # fmt: skip
 
 
+@pytest.mark.shows("pitfall KV of another life")
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_kv_under_another_model_session_or_text_is_refused(reason):
     """Pitfall: taken-out KV installed where it does not belong. False leaves it with the caller, and changes nothing."""
@@ -163,6 +167,7 @@ def test_kv_under_another_model_session_or_text_is_refused(reason):
     assert proposer.metrics.refusals == {f"carry_{reason.partition(',')[0]}": 1}
 
 
+@pytest.mark.shows("method free_drafter_kv")
 def test_loose_blocks_are_freed_once():
     proposer, script = proposer_of(), Script(0)
     carried = proposer.take_drafter_kv(turn(proposer, script))

@@ -56,6 +56,7 @@ def test_every_width_drafts_what_the_reference_drafts(n, fallback):
     assert [symbol for symbol, _ in library.calls] == [f"draft_{width}" for width in parts for _ in range(3)]
 
 
+@pytest.mark.shows("rule 2")
 def test_idle_rows_are_rewritten_and_write_nowhere():
     """Width 4 served a full batch before; its rows must not come back when three sequences are left."""
     runner, library = compiled(draft=(1, 4))
@@ -312,7 +313,7 @@ def test_threads_are_torchs_at_load(monkeypatch):
             return given.append
 
     for threads in (None, 3):
-        compiled_module._set_threads(Module(), threads, None)
+        compiled_module._set_threads(Module(), threads)
     assert given == [torch.get_num_threads(), 3]
 
 

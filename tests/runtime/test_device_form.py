@@ -89,6 +89,7 @@ def device_loop(proposer, settle_late: int, positions_of=ints):
     return texts, made
 
 
+@pytest.mark.shows("method settle", "method catchup_accepted", "method propose_batch", "goal device form")
 @pytest.mark.parametrize("trim", sorted(KEPT))
 @pytest.mark.parametrize("settle_late", [0, 1, 9])
 @pytest.mark.parametrize("make", [drafter, compiled])

@@ -114,6 +114,7 @@ def serve(page, running: list[Sequence]) -> None:
         running = [s for s in running if len(s.tokens) < s.limit]
 
 
+@pytest.mark.shows("goal same text", "goal two turns", "goal page runs")
 @pytest.mark.parametrize("trim", sorted(TRIM))
 @pytest.mark.parametrize("make", RUNNERS)
 @pytest.mark.parametrize("kind", [Rehearsed, Audited], ids=["good", "broken"])
@@ -164,6 +165,7 @@ def test_every_pair_comes_once_and_right(model):
         page["proposer"].check(s.state, s.tokens, page["target"].prefill(s.tokens)[0], start=start)
 
 
+@pytest.mark.shows("goal page runs")
 def test_one_user(model):
     page = run_page(model, Audited, "exact", drafter)
     page["proposer"] = proposer_of()

@@ -45,6 +45,7 @@ def follow(script, drafts, masks, scores=None):
     dense.follow(script.tokens[6], script.hiddens[5], 6, drafts, scores, masks)
 
 
+@pytest.mark.shows("rule 6")
 def test_a_fixed_mask_holds_for_every_draft_with_one_warning(runner, caplog):
     script, mask = Script(0), words_of(range(0, VOCAB, 7), VOCAB)
     proposer = proposer_of(runner)
@@ -67,6 +68,7 @@ def test_forms_of_a_mask(kind):
     assert drafts[0] == drafts[1]
 
 
+@pytest.mark.shows("rule 6")
 def test_tokens_past_the_last_word_are_not_allowed():
     script = Script(0)
     mask = torch.full((2,), -1, dtype=torch.int32)
@@ -79,6 +81,7 @@ def test_tokens_past_the_last_word_are_not_allowed():
     )
 
 
+@pytest.mark.shows("rule 6")
 def test_a_matcher_gives_a_mask_for_each_draft_and_is_rolled_back(runner):
     proposer, script, matcher = proposer_of(runner), Script(1), CountingMatcher(VOCAB, 1)
     drafts = propose(proposer, script, prefilled(proposer, script), grammar=matcher)
@@ -101,6 +104,7 @@ def test_a_matcher_at_its_end_is_not_asked():
     assert proposer.rows_behind(state, 6) == 0, "no row was kept"
 
 
+@pytest.mark.shows("rule 6")
 def test_nothing_allowed_is_no_draft(runner):
     proposer, script = proposer_of(runner, block_size=1), Script(1)
     state, nothing = prefilled(proposer, script), words_of((), VOCAB)
@@ -116,6 +120,7 @@ def test_nothing_allowed_is_no_draft(runner):
     assert len(propose(proposer, script, prefilled(proposer, script), grammar=Dead(VOCAB, 0))) == 1
 
 
+@pytest.mark.shows("rule 6")
 def test_masks_of_a_batch_are_each_rows_own(runner):
     proposer, scripts = proposer_of(runner), [Script(seed) for seed in range(4)]
     states = [prefilled(proposer, script) for script in scripts]

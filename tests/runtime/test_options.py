@@ -22,6 +22,7 @@ def scored(proposer, script, state, steps=4):
     return drafts[0], scores[0]
 
 
+@pytest.mark.shows("method last_confidence", "method propose")
 def test_a_chain_ends_after_the_first_draft_below_the_threshold():
     proposer, script = proposer_of(block_size=1), Script(3)
     drafts, scores = scored(proposer, script, prefilled(proposer, script, 6))
@@ -49,6 +50,7 @@ def test_an_unmeasured_confidence_never_stops():
     assert proposer.last_confidence(state) is None, "not computed"
 
 
+@pytest.mark.shows("rule 10")
 def test_chains_wait_for_the_host_only_where_a_stop_asks_for_it():
     """Rule 10: one call of the runner a chain; one a step with a confidence stop or a matcher."""
     runner = drafter()
@@ -69,6 +71,7 @@ def test_chains_wait_for_the_host_only_where_a_stop_asks_for_it():
         assert calls == expected, options
 
 
+@pytest.mark.shows("method read_deferred_draft_token")
 @pytest.mark.parametrize("steps", [1, 2, 4])
 @pytest.mark.parametrize("threshold", [None, 0.0])
 def test_the_last_draft_may_stay_on_the_device(steps, threshold):
@@ -129,6 +132,7 @@ def test_a_stack_of_one_hidden_is_that_hidden():
     assert unchanged(before, snapshot(proposer, state))
 
 
+@pytest.mark.shows("rule 11")
 def test_confidences_are_the_scored_log_probabilities_on_every_path():
     """Rule 11, from the n-row program too."""
     manifest = manifest_of(drafter().circuit, draft=(1, 2))
@@ -149,6 +153,7 @@ def test_confidences_are_the_scored_log_probabilities_on_every_path():
 NAN = math.nan
 
 
+@pytest.mark.shows("rule 11")
 @pytest.mark.parametrize(
     ("confidences", "ratio", "budget", "kept"),
     [
@@ -189,6 +194,7 @@ def test_a_cut_that_is_none_is_refused():
             cut_drafts([[-1.0]], ratio, budget)
 
 
+@pytest.mark.shows("pitfall trim skipped")
 def test_a_server_that_cuts_drafts_trims_all_the_same():
     """Pitfall: a trim skipped when the server truncated the drafts."""
     proposer, script = proposer_of(), Script(3)

@@ -21,6 +21,7 @@ from tests.runtime.test_proposer import accept, prefilled, propose, rows_of
 # -- KV, positions, rejection --------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("pitfall own hiddens kept")
 def test_kv_of_the_drafters_own_hiddens_is_overwritten_by_the_targets():
     """Every accepted token's row is rebuilt, not only the last one's."""
     proposer, script = proposer_of(), Script(0)
@@ -32,6 +33,7 @@ def test_kv_of_the_drafters_own_hiddens_is_overwritten_by_the_targets():
         torch.testing.assert_close(kept, rebuilt)
 
 
+@pytest.mark.shows("pitfall map of another layout")
 def test_sequences_of_unequal_length_read_their_own_cache_at_every_step():
     """A token-to-request map of one layout used for another showed at batch > 1 and K > 1 only."""
     scripts, prompts = [Script(seed) for seed in range(4)], [1, 40, 3, 17]
@@ -44,6 +46,7 @@ def test_sequences_of_unequal_length_read_their_own_cache_at_every_step():
         assert drafts == [oracle(drafter(), scripts[i], prompts[i], 5) for i in order]
 
 
+@pytest.mark.shows("rule 3", "pitfall lookahead rows leak")
 @pytest.mark.parametrize("trim", sorted(KEPT))
 def test_lookahead_rows_are_reserved_and_counted_when_released(trim):
     """Blocks leak per step otherwise: a thousand steps of partial accepts in a pool of one sequence's size."""
@@ -64,6 +67,7 @@ def test_lookahead_rows_are_reserved_and_counted_when_released(trim):
     assert proposer.metrics.refusals["pool_exhausted"] == 0
 
 
+@pytest.mark.shows("pitfall carry kept once")
 def test_nothing_is_carried_over_from_sequence_to_sequence():
     """The pending pair kept once for all; leaks on slot reuse: the blocks of a freed sequence serve the next one."""
     proposer, scripts = proposer_of(blocks=6, block_size=4), [Script(0), Script(1)]
@@ -77,6 +81,7 @@ def test_nothing_is_carried_over_from_sequence_to_sequence():
         assert proposer.alloc_state().pending_catchup == 0
 
 
+@pytest.mark.shows("pitfall first rows")
 @pytest.mark.parametrize("block_size", [1, 8])
 @pytest.mark.parametrize("prompt", [1, 2, 7, 8, 9])
 def test_first_rows_and_block_edges(block_size, prompt):
@@ -90,6 +95,7 @@ def test_first_rows_and_block_edges(block_size, prompt):
         position = accept(proposer, script, state, position, accepted)
 
 
+@pytest.mark.shows("pitfall chunk edges")
 @pytest.mark.parametrize("chunk", [1, 5, 8])
 def test_the_last_row_of_a_chunk_pairs_with_the_first_token_of_the_next(chunk):
     proposer, script, state = proposer_of(), Script(5), None
@@ -103,6 +109,7 @@ def test_the_last_row_of_a_chunk_pairs_with_the_first_token_of_the_next(chunk):
     assert propose(proposer, script, 21, 3, state) == oracle(drafter(), script, 21, 3)
 
 
+@pytest.mark.shows("pitfall hiddens never given", "method rows_behind")
 def test_hiddens_that_were_never_handed_over_are_visible():
     """Prefix-cached tokens, skipped steps: rows held < rows expected, and the metric counts holes."""
     proposer, script = proposer_of(), Script(5)
@@ -119,6 +126,7 @@ def test_hiddens_that_were_never_handed_over_are_visible():
 # -- memory --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("pitfall pool size", "pitfall pool ran out")
 def test_the_pool_is_sized_by_what_sequences_need_and_counted_once():
     """Not for one sequence, nor for the global ceiling times n: bytes per row and per token are published."""
     proposer = proposer_of(blocks=6, block_size=8)
@@ -136,6 +144,7 @@ def test_the_pool_is_sized_by_what_sequences_need_and_counted_once():
         proposer.free_state(state)
 
 
+@pytest.mark.shows("pitfall pool ran out", "rule 4")
 def test_the_pool_runs_out_without_a_crash_and_without_evicting_anybody():
     proposer, scripts = proposer_of(blocks=4, block_size=4), [Script(0), Script(1)]
     one, two = prefilled(proposer, scripts[0], 9), prefilled(proposer, scripts[1], 8)
@@ -152,6 +161,7 @@ def test_the_pool_runs_out_without_a_crash_and_without_evicting_anybody():
 # -- rules ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("rule 7")
 def test_rule_7_ids_of_a_reduced_vocabulary_are_target_ids_and_so_is_the_mask(tmp_path):
     """A head over the first 40 tokens only; the mask speaks of all 131."""
     text = (Path(programs.__file__).parent / "mtp_dense.yaml").read_text()
@@ -167,6 +177,7 @@ def test_rule_7_ids_of_a_reduced_vocabulary_are_target_ids_and_so_is_the_mask(tm
     assert propose(proposer, script, 9, 4, prefilled(proposer, script, 9), grammar=beyond) == []
 
 
+@pytest.mark.shows("rule 9")
 def test_rule_9_same_inputs_give_the_same_bits_whatever_else_is_there():
     script, others = Script(0), [Script(1), Script(2)]
     made = []
@@ -186,6 +197,7 @@ def test_rule_9_same_inputs_give_the_same_bits_whatever_else_is_there():
     assert made[0] == made[1] == made[2]
 
 
+@pytest.mark.shows("goal no tensors")
 def test_bookkeeping_allocates_no_tensors(monkeypatch):
     """Before the runner is called, and around a verify: as many tensors for 8 sequences as for 2, views of kept memory."""
     few, many = (tensors_of_a_call(monkeypatch, n) for n in (2, 8))

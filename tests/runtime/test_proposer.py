@@ -41,6 +41,9 @@ def rows_of(proposer, state):
     return [part[:, slots // size, :, slots % size].clone() for parts in proposer.pool.storage.values() for part in parts]
 
 
+@pytest.mark.shows(
+    "method alloc_state", "method propose", "method prefill_drafter", "method drafter_rows", "method last_pair_key"
+)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("prompt", [1, 2, 7, 8, 9, 16, 17])
 def test_drafts_after_prefill_are_the_oracles(block_size, prompt):
@@ -51,6 +54,7 @@ def test_drafts_after_prefill_are_the_oracles(block_size, prompt):
     assert proposer.last_pair_key(state) == prompt - 1 + 4
 
 
+@pytest.mark.shows("method catchup_batch", "method after_verify")
 @pytest.mark.parametrize("switches", [{}, {"rope_position": "hidden", "mask_first": True, "recycle": "pre_norm"}])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_drafts_after_verify_and_catchup_equal_those_of_a_fresh_prefill(block_size, switches):
@@ -79,6 +83,7 @@ def test_skipping_catchup_changes_rows_and_drafts():
     assert propose(proposer, script, 9, 3, state) != oracle(drafter(), script, 9, 3)
 
 
+@pytest.mark.shows("method propose_batch", "method last_confidence")
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_a_batch_drafts_what_each_sequence_drafts_alone(block_size):
     proposer = proposer_of(block_size=block_size, blocks=512 // block_size)
@@ -99,6 +104,7 @@ def test_a_batch_drafts_what_each_sequence_drafts_alone(block_size):
         assert propose(alone, script, prompt, 4, prefilled(alone, script, prompt)) == expected
 
 
+@pytest.mark.shows("rule 2")
 def test_batched_catchup_keeps_sequences_apart():
     proposer, scripts, accepted = proposer_of(), [Script(seed) for seed in range(3)], [2, 0, 3]
     states = [prefilled(proposer, script, 6) for script in scripts]
@@ -141,6 +147,7 @@ def test_rows_that_never_arrive_are_tolerated_and_visible():
     assert len(propose(proposer, script, 20, 3, state)) == 3
 
 
+@pytest.mark.shows("rule 8")
 def test_stop_id_ends_the_chain_and_its_surplus_rows_go():
     proposer, script = proposer_of(block_size=1), Script(1)
     state = prefilled(proposer, script, 4)
@@ -154,6 +161,7 @@ def test_stop_id_ends_the_chain_and_its_surplus_rows_go():
 # -- running out ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("rule 4")
 def test_exhausted_pool_gives_no_drafts_and_counts_it():
     proposer, script = proposer_of(blocks=2, block_size=4), Script(1)
     state = prefilled(proposer, script, 7)
@@ -181,6 +189,7 @@ def test_a_budget_of_the_whole_pool_drafts_to_its_end():
     assert proposer.metrics.refusals == {}
 
 
+@pytest.mark.shows("method rows_behind")
 def test_a_step_without_drafts_is_seen_and_caught_up():
     proposer, script = proposer_of(), Script(1)
     state = prefilled(proposer, script, 5)
@@ -222,6 +231,7 @@ def test_prefill_and_catchup_are_all_or_nothing():
     assert proposer.metrics.refusals["pool_exhausted"] == 3
 
 
+@pytest.mark.shows("rule 4")
 def test_one_row_out_of_room_does_not_stop_the_others():
     proposer, scripts = proposer_of(blocks=5, block_size=4), [Script(0), Script(1), Script(2)]
     states = [prefilled(proposer, script, prompt) for script, prompt in zip(scripts, (5, 5, 5), strict=True)]
@@ -231,6 +241,7 @@ def test_one_row_out_of_room_does_not_stop_the_others():
     assert proposer.pool.held == 5
 
 
+@pytest.mark.shows("rule 5")
 def test_drafting_stops_at_the_position_limit():
     proposer, script = proposer_of(), Script(1, length=POSITIONS + 4)
     last = POSITIONS - 2
@@ -247,6 +258,7 @@ def test_drafting_stops_at_the_position_limit():
     assert proposer.catchup_batch([script.tokens[position : position + 2]], [script.hiddens[:2]], [position], [state]) == 0
 
 
+@pytest.mark.shows("method alloc_state_for")
 def test_a_promised_budget_is_kept_and_refused_up_front():
     proposer, script = proposer_of(blocks=10, block_size=4), Script(1)
     promised = proposer.alloc_state_for(24)
@@ -305,6 +317,7 @@ def wrong_calls():
     }  # fmt: skip
 
 
+@pytest.mark.shows("rule 1")
 @pytest.mark.parametrize("name", wrong_calls())
 def test_a_refused_call_changes_nothing(name):
     call, message = wrong_calls()[name]
@@ -333,6 +346,7 @@ def test_proposing_and_catching_up_wait_for_the_verify():
         assert unchanged(before, snapshot(proposer, state))
 
 
+@pytest.mark.shows("method free_state")
 def test_foreign_and_freed_states_are_refused():
     proposer, stranger, script = proposer_of(), proposer_of(), Script(0)
     foreign, freed = prefilled(stranger, script, 5), prefilled(proposer, script, 5)
@@ -357,6 +371,7 @@ def test_foreign_and_freed_states_are_refused():
     assert unchanged(before[1], snapshot(stranger, foreign))
 
 
+@pytest.mark.shows("rule 1")
 def test_a_runner_that_fails_leaves_state_and_ledger(monkeypatch):
     proposer, script = proposer_of(block_size=1), Script(0)
     state = prefilled(proposer, script, 5)
@@ -374,6 +389,7 @@ def test_a_runner_that_fails_leaves_state_and_ledger(monkeypatch):
     assert unchanged(before, snapshot(proposer, state))
 
 
+@pytest.mark.shows("rule 2")
 def test_nobody_elses_rows_change():
     proposer, scripts = proposer_of(block_size=8), [Script(0), Script(1)]
     states = [prefilled(proposer, script, 6) for script in scripts]
@@ -395,6 +411,7 @@ def test_empty_batches_launch_nothing():
     assert sum(proposer.metrics.refusals.values()) == 0
 
 
+@pytest.mark.shows("method catchup_drafter")
 def test_catchup_drafter_writes_at_the_end_only():
     proposer, script = proposer_of(), Script(0)
     state = prefilled(proposer, script, 5)

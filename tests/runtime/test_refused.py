@@ -1,14 +1,21 @@
-"""What a proposer must not take: numbers that are none, text that contradicts its rows, hiddens that are not finite."""
+"""What a proposer must not take: numbers that are none, text that contradicts its rows, hiddens that are not finite, calls
+out of order; and what is left when a life ends early."""
 
 from __future__ import annotations
+
+import gc
+import threading
+import weakref
 
 import pytest
 import torch
 
 from circuitgraph.errors import RuntimeUseError
-from circuitgraph.runtime import DraftRunner
-from tests.runtime.helpers import Script, proposer_of
+from circuitgraph.runtime import BlockPool, DraftRunner, Ledger, MtpProposer
+from tests.runtime.grammars import CountingMatcher
+from tests.runtime.helpers import Script, drafter, proposer_of
 from tests.runtime.test_compiled import compiled
+from tests.runtime.test_proposer import snapshot, unchanged
 
 
 def prefilled(runner: DraftRunner | None = None):
@@ -74,8 +81,6 @@ def test_a_prompt_does_not_rewrite_the_text_of_rows():
 
 
 def test_one_matcher_follows_one_sequence():
-    from tests.runtime.grammars import CountingMatcher
-
     proposer, script, state = prefilled()
     second = proposer.alloc_state()
     proposer.prefill_drafter(script.tokens[:10], script.hiddens[:9], second)
@@ -123,3 +128,173 @@ def test_weights_that_do_not_fit_leave_those_that_do():
     with pytest.raises(RuntimeUseError):
         runner.rebind({name: before[name][:1]})
     assert all(runner.weights[key] is value for key, value in before.items())
+
+
+# -- calls out of order --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["fill_next_token_bitmask", "accept_token", "rollback", "is_terminated"])
+def test_a_matcher_cannot_begin_another_call(where):
+    """From inside of a propose every call would find one half done: rows reserved, not written."""
+    proposer, script, state = prefilled()
+    other = proposer.alloc_state()
+    calls = {
+        "propose": lambda: proposer.propose(script.tokens[1], script.hiddens[0], 1, 2, other),
+        "propose_batch": lambda: proposer.propose_batch([], [], [], 2, []),
+        "prefill_drafter": lambda: proposer.prefill_drafter(script.tokens[:3], script.hiddens[:3], other),
+        "catchup_batch": lambda: proposer.catchup_batch([], [], [], []),
+        "after_verify": lambda: proposer.after_verify(0, state),
+        "alloc_state": proposer.alloc_state,
+        "free_state": lambda: proposer.free_state(state),
+        "take_drafter_kv": lambda: proposer.take_drafter_kv(state),
+        "set_circuit_draft": lambda: proposer.set_circuit_draft(None),
+        "drafter_rows": lambda: proposer.drafter_rows(state),
+    }
+    for name, call in calls.items():
+        fresh = prefilled_state(proposer, script)
+        matcher = CountingMatcher(131, 0)
+        original = getattr(matcher, where)
+
+        def again(*given, _call=call, _original=original):
+            _call()
+            return _original(*given)
+
+        setattr(matcher, where, again)
+        before = snapshot(proposer, fresh, state, other)
+        with pytest.raises(RuntimeUseError, match="MtpProposer: a call of this proposer is under way in this thread"):
+            proposer.propose(script.tokens[10], script.hiddens[9], 10, 2, fresh, grammar=matcher)
+        # A step that ran before it has written the row after the last one, which nobody holds.
+        assert before[:3] == snapshot(proposer, fresh, state, other)[:3], name
+        assert proposer.metrics.refusals == {}
+        plain = proposer.propose(script.tokens[10], script.hiddens[9], 10, 2, fresh, grammar=CountingMatcher(131, 0))
+        assert len(plain) == 2, "the proposer goes on"
+        proposer.free_state(fresh)
+
+
+def prefilled_state(proposer, script):
+    state = proposer.alloc_state()
+    proposer.prefill_drafter(script.tokens[:10], script.hiddens[:9], state)
+    return state
+
+
+@pytest.mark.shows("rule 12")
+def test_other_threads_wait_and_are_not_refused():
+    proposer, script, state = prefilled()
+    other, made, inside = prefilled_state(proposer, script), [], threading.Event()
+
+    class Slow(CountingMatcher):
+        def fill_next_token_bitmask(self, bitmask, index=0):
+            inside.set()
+            thread.join(0.05)
+            return super().fill_next_token_bitmask(bitmask, index)
+
+    def second():
+        inside.wait()
+        made.append(proposer.propose(script.tokens[10], script.hiddens[9], 10, 3, other))
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    proposer.propose(script.tokens[10], script.hiddens[9], 10, 3, state, grammar=Slow(131, 0))
+    thread.join()
+    assert len(made[0]) == 3
+
+
+def in_device_form(proposer, script, state, position, accepted):
+    out = torch.zeros(1, 3, dtype=torch.int32)
+    token = torch.tensor([script.tokens[position]], dtype=torch.int32)
+    told = None if accepted is None else torch.tensor([accepted], dtype=torch.int32)
+    proposer.propose_batch(token, script.hiddens[position - 1 : position], [position], 3, [state], accepted=told, out=out)
+
+
+def test_counts_are_told_in_the_order_of_the_proposes():
+    """Proposes at 10, 11 and 15: after the first none was accepted, after the second all."""
+    proposer, script, state = prefilled()
+    for position, accepted in ((10, None), (11, 0), (15, 3)):
+        in_device_form(proposer, script, state, position, accepted)
+    before = snapshot(proposer, state)
+    with pytest.raises(RuntimeUseError, match=r"accepted: is not of the oldest propose; .* at 11; got one .* at 14"):
+        proposer.settle([state], [3])
+    assert unchanged(before, snapshot(proposer, state))
+    proposer.settle([state], [0])
+    proposer.settle([state], [3])
+    proposer.settle([state], [2])
+    assert state.next_token == 18
+    assert proposer.metrics.accepted == 5
+    assert proposer.metrics.skipped_rows == 3, "of the accepted drafts of the second, which nobody caught up with"
+
+
+def test_a_count_that_leaves_a_gap_is_counted_as_one():
+    proposer, script, state = prefilled()
+    for position, accepted in ((10, None), (13, 2)):
+        in_device_form(proposer, script, state, position, accepted)
+    proposer.settle([state], [0])
+    proposer.settle([state], [0])
+    assert proposer.metrics.skipped_rows == 2
+
+
+def test_device_form_positions_go_on_from_the_propose_before():
+    proposer, script, state = prefilled()
+    in_device_form(proposer, script, state, 12, None)
+    before = snapshot(proposer, state)
+    for position in (10, 12):
+        with pytest.raises(RuntimeUseError, match="expected 13 or more"):
+            in_device_form(proposer, script, state, position, 0)
+    assert unchanged(before, snapshot(proposer, state))
+    in_device_form(proposer, script, state, 13, 0)
+
+
+# -- lives that end early ------------------------------------------------------------------------------------------
+
+
+def test_what_a_proposer_leaves_behind_comes_back_to_its_pool(caplog):
+    proposer, script, state = prefilled()
+    pool, runner = proposer.pool, proposer.runner
+    promised = proposer.alloc_state_for(30)
+    carried = proposer.take_drafter_kv(prefilled_state(proposer, script))
+    assert (pool.ledger.held, pool.ledger.loaned) == (2, 2)
+    assert pool.ledger.promised > 0
+    gone = weakref.ref(proposer)
+    del proposer, state, promised, carried
+    gc.collect()
+    assert gone() is None
+    second = MtpProposer(runner, pool)
+    assert pool.ledger == Ledger(total=64, free=64, held=0, loaned=0, promised=0)
+    assert sorted(pool._free) == list(range(64))
+    assert "without freeing 3 states: 2 blocks held, 2 lent came back" in caplog.text
+    caplog.clear()
+    state = prefilled_state(second, script)
+    assert len(second.propose(script.tokens[10], script.hiddens[9], 10, 3, state)) == 3
+    second.free_state(state)
+    del second, state
+    gc.collect()
+    MtpProposer(runner, pool)
+    assert not caplog.records, "nothing was left"
+
+
+def test_a_pool_tells_each_runner_once_that_it_is_gone(monkeypatch):
+    told = []
+
+    class Told(type(drafter())):
+        def release(self, storage):
+            return lambda name=self.name: told.append(name)
+
+    def named(name):
+        runner = Told(drafter().circuit, drafter().weights)
+        runner.name = name
+        return runner
+
+    own, other = named("own"), named("other")
+    proposer = MtpProposer(own, BlockPool(own.circuit, blocks=4))
+    gc.collect()
+    before = len(weakref.finalize._registry)
+    for _ in range(50):
+        proposer.set_circuit_draft(other)
+        proposer.set_circuit_draft(None)
+        proposer.set_circuit_draft(named("short-lived"))
+    proposer.set_circuit_draft(None)
+    gc.collect()
+    assert len(weakref.finalize._registry) == before
+    assert len(proposer.pool._releases) == 2
+    del proposer
+    gc.collect()
+    assert sorted(told) == ["other", "own"]

@@ -47,6 +47,7 @@ CASES = [
 ]
 
 
+@pytest.mark.shows("goal random interleavings", "rule 1", "rule 2", "rule 3")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removesuffix(".TestCase"))
 def test_random_operations(case):
     case("runTest").runTest()
@@ -59,6 +60,7 @@ EVENTS = (
 )  # fmt: skip
 
 
+@pytest.mark.shows("goal random interleavings")
 def test_the_machine_gets_everywhere():
     """Counts over the runs above, which come first in this file: a machine that never gets there proves nothing."""
     events = sum((case.events for case in CASES), Counter())

@@ -45,6 +45,7 @@ def test_plain_equals_transformers(model, length):
     assert plain(model, ids, 20) == theirs
 
 
+@pytest.mark.shows("goal same text")
 @pytest.mark.parametrize("num_drafts", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize(("length", "block_size"), [(1, 1), (2, 8), (8, 8), (17, 16)])
 def test_a_random_drafter_changes_nothing(model, num_drafts, length, block_size):
@@ -56,6 +57,7 @@ def test_a_random_drafter_changes_nothing(model, num_drafts, length, block_size)
     assert proposer.pool.ledger.free == proposer.pool.total
 
 
+@pytest.mark.shows("goal same text")
 @pytest.mark.parametrize("trim", sorted(TRIM))
 @pytest.mark.parametrize("miss", [2, 10**9, None])
 def test_every_trim_policy_leaves_the_text(model, trim, miss):

@@ -33,6 +33,7 @@ def test_policies_are_the_same_on_the_device(trim):
     assert placed.cells[:, 0].tolist() == [10 + KEPT[trim](*case) for case in CASES]
 
 
+@pytest.mark.shows("method after_verify", "method drafter_rows", "method last_pair_key")
 @pytest.mark.parametrize("trim", POLICIES)
 @pytest.mark.parametrize("accepted", [0, 1, 2, 3])
 def test_rows_keys_and_catchup_after_a_verify(trim, accepted):

@@ -56,7 +56,7 @@ def emit_attention(
         split = T.bind(T.floormod(T.floordiv(task, kv_heads), splits))
         kv_head = T.bind(T.floormod(task, kv_heads))
         bounds = v.registers(2, "int32")
-        _row_bounds(bounds, sequence, start, length, row)
+        row_bounds(bounds, sequence, start, length, row)
         first, last = T.BufferLoad(bounds, [0]), T.BufferLoad(bounds, [1])
         if splits > 1:
             piece = T.bind(T.max(T.floordiv(last - first + (splits - 1), splits), T.int32(split_rows)))
@@ -77,10 +77,10 @@ def emit_attention(
 
     if splits > 1:
         with T.parallel(0, n * heads) as task:
-            _combine(stats, partial, out, T.floordiv(task, heads), T.floormod(task, heads), splits, dim, lanes)
+            combine(stats, partial, out, T.floordiv(task, heads), T.floormod(task, heads), splits, dim, lanes)
 
 
-def _row_bounds(bounds, sequence, start, length, row):
+def row_bounds(bounds, sequence, start, length, row):
     """bounds = [first, last) visible rows; an idle row (length 0) has none, whatever its sequence index says."""
     T.buffer_store(bounds, T.int32(0), [0])
     T.buffer_store(bounds, T.BufferLoad(length, [row]), [1])
@@ -115,7 +115,7 @@ class _Heads:
         for g in range(self.group):
             v.store(self.query, [g, (self.vectors - 1) * self.lanes], v.splat(0.0, self.lanes), self.lanes)
             self._each_column(lambda d, width, g=g: self._scale_query(row, kv_head, g, d, width))
-        tiles = _TileAddresses(block_table, sequence, self.k_cache.shape[2], self.lanes, begin, end)
+        tiles = TileAddresses(block_table, sequence, self.k_cache.shape[2], self.lanes, begin, end)
         tiles.advance(begin)
         with T.serial(0, T.floordiv(end - begin + (self.lanes - 1), self.lanes)) as tile:
             first = T.bind(begin + tile * self.lanes)
@@ -179,7 +179,7 @@ class _Heads:
     def _dots(self, heads, at):
         """Per head, per row of the tile, the vector of partial sums of query . K."""
         lanes = self.lanes
-        together = _rows_together(len(heads), lanes)
+        together = rows_together(len(heads), lanes)
         whole = self.dim // lanes
         results = [[] for _ in heads]
         for start in range(0, lanes, together):
@@ -207,7 +207,7 @@ class _Heads:
 
     def write(self, g, out, at):
         """The finished head; zeros where no row was visible."""
-        inverse = v.hold(_safe_inverse(self._sum_of_total(g)))
+        inverse = v.hold(safe_inverse(self._sum_of_total(g)))
         self._each_column(
             lambda d, width: v.store(out, [*at, d], v.load(self.sums, [g, d], width) * v.splat(inverse, width), width)
         )
@@ -221,7 +221,7 @@ class _Heads:
         return v.hold(v.lane_sum(T.bind(v.load(self.total, [g, 0], self.lanes))))
 
 
-class _TileAddresses:
+class TileAddresses:
     """Where the rows of one tile lie: (block, slot) of `lanes` successive rows, computed without divisions.
 
     Past the end the last row stands in: its score is masked, and nothing unknown is read.
@@ -250,7 +250,7 @@ class _TileAddresses:
         return [(T.bind(T.BufferLoad(self.blocks, [t])), T.bind(T.BufferLoad(self.slots, [t]))) for t in range(self.lanes)]
 
 
-def _rows_together(heads, lanes):
+def rows_together(heads, lanes):
     """Cache rows whose dot products with all `heads` fit in the registers: a power of two, at most `lanes`."""
     registers = 24 if lanes == 16 else 12
     together = lanes
@@ -259,12 +259,12 @@ def _rows_together(heads, lanes):
     return together
 
 
-def _safe_inverse(total):
+def safe_inverse(total):
     """1 / total, and 0 for 0. NaN passes through."""
     return T.Select(T.EQ(total, T.float32(0)), T.float32(0), T.float32(1) / total)
 
 
-def _combine(stats, partial, out, row, head, splits, dim, lanes):
+def combine(stats, partial, out, row, head, splits, dim, lanes):
     """Join the pieces of one head: each is rescaled to the largest score of all."""
     maxima = [T.bind(T.BufferLoad(stats, [row, head, s, 0])) for s in range(splits)]
     largest = maxima[0]
@@ -276,7 +276,7 @@ def _combine(stats, partial, out, row, head, splits, dim, lanes):
     total = T.float32(0)
     for s, factor in enumerate(factors):
         total = total + T.BufferLoad(stats, [row, head, s, 1]) * factor
-    inverse = v.hold(_safe_inverse(v.hold(total)))
+    inverse = v.hold(safe_inverse(v.hold(total)))
 
     def emit(d, width):
         value = v.splat(0.0, width)
@@ -290,10 +290,10 @@ def _combine(stats, partial, out, row, head, splits, dim, lanes):
 def emit_kv_append(k, value, k_cache, v_cache, slot, *, n, lanes):
     """Write row i's k and value [kv_heads, dim] at slot[i] = block * block_size + offset; -1 writes nothing.
 
-    k, value: [n, kv_heads, dim]; k_cache, v_cache: [blocks, kv_heads, block_size, dim]; slot: int32 [n]. Slots at or
-    past the end of the cache write nothing either.
+    k, value: [n, kv_heads, dim]; k_cache, v_cache: [blocks, kv_heads, block_size, dim]; slot: int32 [n]. Keys and values
+    may differ in dim. Slots at or past the end of the cache write nothing either.
     """
-    kv_heads, dim = int(k.shape[1]), int(k.shape[2])
+    kv_heads = int(k.shape[1])
     blocks, block_size = k_cache.shape[0], k_cache.shape[2]
     pairs = [(v.bits_of(k), v.bits_of(k_cache)), (v.bits_of(value), v.bits_of(v_cache))]
     with T.serial(0, n) as row:
@@ -305,7 +305,7 @@ def emit_kv_append(k, value, k_cache, v_cache, slot, *, n, lanes):
             with T.serial(0, kv_heads) as head:
                 for source, cache in pairs:
                     v.for_columns(
-                        dim,
+                        int(source.shape[2]),
                         lanes,
                         lambda d, width, source=source, cache=cache: v.store(
                             cache, [block, head, offset, d], v.load(source, [row, head, d], width), width

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from tvm.tirx.script import builder as T
@@ -12,10 +13,14 @@ from ...plan.ir import VIEWS, Group
 from . import rows as row_ops
 from . import vector as v
 from .attention import emit_attention, emit_kv_append
+from .experts import ExpertsScratch, emit_experts
+from .head_linear import emit_into_heads, emit_into_latent
+from .latent import emit_latent_attention
 from .linear import Projection, emit_linear
 from .packed import weight_of
+from .route import emit_route
+from .shared import ROW_OPS, VECTOR_OPS, state_of
 from .sizes import Tile
-from .templates import ROW_OPS, VECTOR_OPS, state_of
 from .top1 import Top1Scratch, emit_linear_top1
 
 
@@ -82,6 +87,75 @@ def emit_attend(env: Any, group: Group, splits: int, split_rows: int) -> None:
     emit_rows(env, group.epilogue)
 
 
+def emit_router(env: Any, group: Group, block: int, tile: Tile) -> None:
+    """A row's experts and their shares."""
+    (node,) = group.anchors
+    emit_route(
+        env.buffer(node.inputs[0]),
+        weight_of(env, node.inputs[1]),
+        env.buffer(node.inputs[2]) if len(node.inputs) == 3 else None,
+        *(env.buffer(value.name) for value in node.outputs),
+        env.scratch("logits"),
+        n=env.plan.rows,
+        lanes=env.lanes,
+        attrs=node.attr,
+        block=block,
+        tile=tile,
+        packed=env.scratch("packed"),
+    )
+
+
+def emit_mixture(env: Any, group: Group, block: int, down_block: int) -> None:
+    """The chosen experts of all rows, and their sum."""
+    (node,) = group.anchors
+    emit_experts(
+        *(env.buffer(name) for name in node.inputs[:3]),
+        *(weight_of(env, name) for name in node.inputs[3:5]),
+        weight_of(env, node.inputs[5]) if len(node.inputs) == 6 else None,
+        env.buffer(node.name),
+        ExpertsScratch(**{field.name: env.scratch(field.name) for field in fields(ExpertsScratch)}),
+        n=env.plan.rows,
+        lanes=env.lanes,
+        block=block,
+        down_block=down_block,
+    )
+
+
+def emit_head_project(env: Any, group: Group, sliced: Node | None, block: int, columns: int) -> None:
+    """A matrix for each head; `sliced` is the prologue, where it is read in place."""
+    (node,) = group.anchors
+    if sliced is None:
+        emit_rows(env, group.prologue)
+    x = env.buffer(node.inputs[0] if sliced is None else sliced.inputs[0])
+    weight, out = weight_of(env, node.inputs[1]), env.buffer(node.name)
+    common = {"n": env.plan.rows, "lanes": env.lanes, "start": node.attr["start"]}
+    common["skip"] = 0 if sliced is None else sliced.attr["start"]
+    if node.attr["into"] == "latent":
+        emit_into_latent(x, weight, out, **common, size=node.attr["size"], columns=columns)
+    else:
+        emit_into_heads(x, weight, out, **common, packed=env.scratch("packed"), block=block)
+
+
+def emit_attend_latent(env: Any, group: Group, splits: int, split_rows: int) -> None:
+    """Attention over latents."""
+    (node,) = group.anchors
+    state = state_of(env.plan, node)
+    layer = int(node.attr["layer"])
+    emit_latent_attention(
+        *(env.buffer(name) for name in node.inputs[:2]),
+        env.layer_cache(f"{state}.k", layer),
+        env.layer_cache(f"{state}.v", layer),
+        *(env.buffer(f"{state}.{part}") for part in ("table", "seq", "start", "length")),
+        env.buffer(node.name),
+        n=env.plan.rows,
+        lanes=env.lanes,
+        scale=node.attr["scale"],
+        splits=splits,
+        scratch=env.scratch("pieces"),
+        split_rows=split_rows,
+    )
+
+
 def _epilogue(anchors, epilogue, biases, loads, stores):
     """The callback of `Projection`: evaluates the epilogue nodes on fp32 vectors and stores what crosses groups."""
 
@@ -93,12 +167,15 @@ def _epilogue(anchors, epilogue, biases, loads, stores):
             if name in stores:
                 v.store(stores[name], [row, column], values[name], width)
 
+        def load(name, row, column, width):
+            if int(loads[name].shape[1]) == 1:  # a number for the whole row
+                return T.bind(v.splat(v.load(loads[name], [row, 0]), width))
+            return T.bind(v.load(loads[name], [row, column], width))
+
         for anchor, bias, total in zip(anchors, biases, sums, strict=True):
             keep(anchor.name, total if bias is None else total + v.load(bias, [column], width))
         for node in epilogue:
-            operands = [
-                values[name] if name in values else T.bind(v.load(loads[name], [row, column], width)) for name in node.inputs
-            ]
+            operands = [values[name] if name in values else load(name, row, column, width) for name in node.inputs]
             keep(node.name, VECTOR_FORMS[node.op](width, *operands))
 
     return emit
@@ -107,6 +184,7 @@ def _epilogue(anchors, epilogue, biases, loads, stores):
 VECTOR_FORMS = {
     "add": lambda width, a, b: a + b,
     "mul": lambda width, a, b: a * b,
+    "scale_rows": lambda width, a, factor: a * factor,
     "silu": lambda width, x: v.silu(x, width),
     "sigmoid": lambda width, x: v.sigmoid(x, width),
     "heads": lambda width, x: x,
@@ -140,7 +218,10 @@ ROW_EMITTERS = {
     "silu": _mapped(row_ops.emit_silu),
     "sigmoid": _mapped(row_ops.emit_sigmoid),
     "append": _append,
+    "append_latent": _append,
+    "scale_rows": _mapped(row_ops.emit_scale_rows),
     "columns": lambda env, node, lanes: row_ops.emit_columns([env.buffer(name) for name in node.inputs], env.buffer(node.name)),
+    "own_mask": lambda env, node, lanes: row_ops.emit_own_mask(*(env.buffer(name) for name in (*node.inputs, node.name))),
     "target_ids": lambda env, node, lanes: row_ops.emit_target_ids(*(env.buffer(name) for name in (*node.inputs, node.name))),
     "shift": lambda env, node, lanes: row_ops.emit_shift(env.buffer(node.inputs[0]), node.attr["by"], env.buffer(node.name)),
     "zero_at": lambda env, node, lanes: row_ops.emit_zero_rows(

@@ -20,7 +20,7 @@ from typing import Any
 from tvm.tirx.script import builder as T
 
 from . import vector as v
-from .packed import Plain, Quantised
+from .packed import Plain, Weight
 from .sizes import default_tile, rows_on_stack
 
 # Elements of x from which packing it pays for a launch of its own.
@@ -73,8 +73,13 @@ class Activations:
                 rest = v.load_rest(x, [row, whole * self.lanes], self.k - whole * self.lanes, self.lanes)
                 v.store(self.packed, [group, whole, member, 0], rest, self.lanes)
 
-    def load(self, group, vector, member):
-        return v.load(self.packed, [group, vector, member, 0], self.lanes)
+    def readers(self, group, count):
+        """For each of the first `count` rows of a group, what loads one vector of it. Made once per tile."""
+
+        def reader(member):
+            return lambda vector: v.load(self.packed, [group, vector, member, 0], self.lanes)
+
+        return [reader(member) for member in range(count)]
 
 
 def emit_linear(x, projections, *, n, lanes, block=16, tile=None, scratch=None):
@@ -128,18 +133,24 @@ def emit_linear(x, projections, *, n, lanes, block=16, tile=None, scratch=None):
 
             for_rows(n, together, emit_some)
 
-        last = columns - (blocks - 1) * block
-        if blocks == 1 or last == block:
-            emit_block(last)
-        else:
-            with T.If(index < blocks - 1):
-                with T.Then():
-                    emit_block(block)
-                with T.Else():
-                    emit_block(last)
+        last_apart(index, columns, block, emit_block)
 
     with T.parallel(0, first_block) as task:
         emit_job(0, task, v.local_array((most, together, width_of_blocks), v.vector_type("float32", lanes)))
+
+
+def last_apart(index, extent, block, body):
+    """`body(width)` for block `index` of `extent` columns, of which the last may be narrower; `width` is a Python int."""
+    blocks = -(-extent // block)
+    last = extent - (blocks - 1) * block
+    if blocks == 1 or last == block:
+        body(last)
+        return
+    with T.If(index < blocks - 1):
+        with T.Then():
+            body(block)
+        with T.Else():
+            body(last)
 
 
 def for_rows(n, together, body):
@@ -210,6 +221,7 @@ class DotBlock:
             T.buffer_store(accumulators, v.splat(0.0, self.lanes), [slot])
         at = first + column
         at = T.bind(T.Cast("int64", at)) if self.wide else at
+        activations = self.x.readers(self.first_group + group, tile.rows)
 
         def step(vector, chain, load):
             values = {
@@ -217,8 +229,8 @@ class DotBlock:
                 for w, weight in enumerate(self.weights)
                 for c in range(tile.columns)
             }
-            for m in range(tile.rows):
-                activation = T.bind(self.x.load(self.first_group + group, vector, m))
+            for m, read in enumerate(activations):
+                activation = T.bind(read(vector))
                 for (w, c), value in values.items():
                     slot = slots[chain, (w, m, c)]
                     total = T.BufferLoad(accumulators, [slot]) + value * activation
@@ -254,7 +266,7 @@ class DotBlock:
         for weight in self.weights:
             line = self.k * weight.bits // 8
             for c in range(tile.columns):
-                start = T.Cast("int64", row + c) * line + _bytes(T.Cast("int64", position), weight.bits)
+                start = weight.flat([row + c]) * line + _bytes(T.Cast("int64", position), weight.bits)
                 for offset in range(0, tile.unroll * self.lanes * weight.bits // 8, 64):
                     v.prefetch(T.handle_add_byte_offset(weight.buffer.data, start + (tile.prefetch + offset)))
 
@@ -265,4 +277,4 @@ def _bytes(elements, bits):
 
 def as_weight(weight, lanes):
     """A `packed.Weight` of a float buffer; any other as it is."""
-    return weight if isinstance(weight, Plain | Quantised) else Plain(weight, lanes)
+    return weight if isinstance(weight, Weight) else Plain(weight, lanes)

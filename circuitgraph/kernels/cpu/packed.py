@@ -38,6 +38,10 @@ class Plain:
         """`lanes` columns from `column`."""
         return v.load(self.buffer, [*row, column], self.lanes)
 
+    def flat(self, row: Sequence[Any]) -> Any:
+        """Which row of `buffer` it is, in int64."""
+        return T.Cast("int64", row[0])
+
     def load_rest(self, row: Sequence[Any], column: Any, count: int) -> Any:
         """The last `count` < lanes columns of a row, filled up with zeros."""
         return v.load_rest(self.buffer, [*row, column], count, self.lanes)
@@ -62,6 +66,10 @@ class Quantised:
         self.four = storage.format in FOUR_BIT
         self.bits = 4 if self.four else 8
         self.columns = stored * 8 // self.bits
+
+    def flat(self, row: Sequence[Any]) -> Any:
+        """See `Plain`."""
+        return T.Cast("int64", row[0])
 
     def load(self, row: Sequence[Any], column: Any) -> Any:
         """`lanes` columns from `column`, a multiple of lanes; without the row's `factor`."""
@@ -111,10 +119,40 @@ class Quantised:
         return stored
 
 
-Weight = Plain | Quantised
+class Part:
+    """One matrix of a stack, from its row `first` on, as a matrix. Made where the expert is known."""
+
+    def __init__(self, stack: Plain | Quantised, expert: Any, first: int = 0):
+        size = int(stack.buffer.shape[0]) * stack.rows * stack.columns
+        # 64-bit: a stack may hold more than 2^31 elements.
+        self.expert = T.bind(T.Cast("int64", expert)) if size >= 2**31 else expert
+        self.stack, self.first = stack, first
+        self.rows, self.columns, self.bits, self.buffer = stack.rows, stack.columns, stack.bits, stack.buffer
+
+    def _row(self, row: Sequence[Any]) -> list[Any]:
+        return [self.expert, row[0] + self.first]
+
+    def load(self, row: Sequence[Any], column: Any) -> Any:
+        """See `Plain`."""
+        return self.stack.load(self._row(row), column)
+
+    def load_rest(self, row: Sequence[Any], column: Any, count: int) -> Any:
+        """See `Plain`."""
+        return self.stack.load_rest(self._row(row), column, count)
+
+    def factor(self, row: Sequence[Any]) -> Any:
+        """See `Plain`."""
+        return self.stack.factor(self._row(row))
+
+    def flat(self, row: Sequence[Any]) -> Any:
+        """See `Plain`."""
+        return T.Cast("int64", self.expert) * self.rows + T.Cast("int64", row[0] + self.first)
 
 
-def weight_of(env: Any, name: str) -> Weight:
+Weight = Plain | Quantised | Part
+
+
+def weight_of(env: Any, name: str) -> Plain | Quantised:
     """A weight of the plan's circuit, by its name."""
     storage = env.plan.circuit.storage.get(name)
     if storage is None:

@@ -251,6 +251,27 @@ def emit_columns(inputs, out):
             T.buffer_store(out, T.BufferLoad(buffer, [row]), [row, column])
 
 
+def emit_own_mask(allowed, offsets, out):
+    """Bit c of out = bit c + offsets[c] of allowed, a word a step; offsets that lead out of the mask give 0.
+
+    allowed: int32 [n, words]; offsets: [V]; out: int32 [n, ceil(V / 32)].
+    """
+    rows, words = shape_of(out)
+    with T.parallel(0, rows * words) as task:
+        row, word = T.floordiv(task, words), T.floormod(task, words)
+        bits = v.registers(1, "uint32")
+        T.buffer_store(bits, T.uint32(0), [0])
+        with T.serial(0, 32) as bit:
+            own = T.bind(word * 32 + bit)
+            with T.If(own < shape_of(offsets)[0]), T.Then():
+                target = T.bind(own + T.Cast("int32", T.BufferLoad(offsets, [own])))
+                with T.If(T.And(target >= 0, target < shape_of(allowed)[1] * 32)), T.Then():
+                    source = T.Cast("uint32", T.BufferLoad(allowed, [row, target >> 5]))
+                    found = (source >> T.Cast("uint32", target & 31)) & T.uint32(1)
+                    T.buffer_store(bits, T.BufferLoad(bits, [0]) | (found << T.Cast("uint32", bit)), [0])
+        T.buffer_store(out, T.Cast("int32", T.BufferLoad(bits, [0])), [row, word])
+
+
 def emit_target_ids(ids, offsets, out):
     """out = ids + offsets[ids], where that is inside the table; other ids stay. ids, out: int32 [n]; offsets: [V]."""
     with T.serial(0, shape_of(ids)[0]) as row:
@@ -261,3 +282,16 @@ def emit_target_ids(ids, offsets, out):
                 T.buffer_store(out, index + T.Cast("int32", T.BufferLoad(offsets, [index])), [row])
             with T.Else():
                 T.buffer_store(out, index, [row])
+
+
+def emit_scale_rows(x, factor, out, *, lanes):
+    """out[i] = x[i] * factor[i, 0]. x, out: [n, C]; factor: [n, 1]."""
+    rows, columns = shape_of(out)
+    x, factor, out = (v.bits_of(buffer) for buffer in (x, factor, out))
+    with rows_of(rows, columns) as row:
+        by = T.bind(v.load(factor, [row, 0]))
+        v.for_columns(
+            columns,
+            lanes,
+            lambda column, width: v.store(out, [row, column], v.load(x, [row, column], width) * v.splat(by, width), width),
+        )

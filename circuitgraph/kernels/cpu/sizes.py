@@ -71,8 +71,25 @@ def attention_splits(n, kv_heads, target_tasks=16, most=8):
 
 
 def attention_scratch_floats(n, heads, dim, splits):
-    """float32 elements of workspace `emit_attention` needs; none for one split."""
-    return 0 if splits == 1 else n * heads * splits * (dim + 2)
+    """float32 elements of workspace that the pieces of an attention need: sums, and two numbers for each head."""
+    return n * heads * splits * (dim + 2)
+
+
+def row_stride(k):
+    """float32 elements from one gathered row of k to the next: whole vectors of any length, and never a multiple of 4 KB,
+    where rows would fight for the same lines of the L1 cache."""
+    return -(-k // 16) * 16 + 16
+
+
+def experts_tile(n, weights, lanes):
+    """The inner loop for the rows of one expert. How many these are is known when it runs; chains must not depend on it,
+    or a row's sums would differ with its neighbours."""
+    return Tile(columns=1, rows=min(n, 6 if lanes == 16 else 3), chains=4 // weights)
+
+
+def head_scratch_floats(n, heads, k, lanes):
+    """float32 elements that `emit_into_heads` needs for the packed activations."""
+    return heads * linear_scratch_floats(n, k, lanes, default_tile(n, 1, lanes, k))
 
 
 def refuse_storage(storage):

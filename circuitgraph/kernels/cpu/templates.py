@@ -5,46 +5,22 @@ How they emit is in `emission`, which is imported when something is emitted: pla
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import networkx
 
 from ...circuit.ir import Node
-from ...circuit.types import StateType, TensorType
+from ...circuit.types import TensorType
 from ...plan.fuse import CACHE, ROWS
 from ...plan.ir import VIEWS, Group, Plan, Scratch
 from ..base import Kernel, kernel, refuse_packed, within
-from .sizes import (
-    Tile,
-    attention_scratch_floats,
-    attention_splits,
-    default_tile,
-    linear_scratch_floats,
-    refuse_storage,
-    top1_tasks,
-)
+from .latent_templates import AttendLatent, HeadProject
+from .moe_templates import Experts, Route
+from .shared import ROW_OPS, VECTOR_OPS, columns_of, inner_values, packing, refuse_storages, state_of
+from .sizes import Tile, attention_scratch_floats, attention_splits, default_tile, top1_tasks
 
-ROW_OPS = (
-    "add",
-    "append",
-    "cat",
-    "columns",
-    "embed",
-    "mul",
-    "part",
-    "rms_norm",
-    "rope",
-    "shift",
-    "sigmoid",
-    "silu",
-    "target_ids",
-    "zero_at",
-)
-"""Ops with a row-wise emitter (`emission.ROW_EMITTERS`)."""
-VECTOR_OPS = ("add", "mul", "sigmoid", "silu")
-"""Ops that an epilogue can do on vectors (`emission.VECTOR_FORMS`)."""
+__all__ = ["Attend", "AttendLatent", "Experts", "HeadProject", "Linear", "LinearTop1", "Route", "Rows"]
 
 MOST_SUMS = 128
 """Vectors that the inner loop of a projection may sum in: no machine has more than 32 registers for them."""
@@ -68,7 +44,7 @@ class Rows(Kernel):
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
-        return _inner_values(plan, group, group.nodes)
+        return inner_values(plan, group, group.nodes)
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
@@ -103,6 +79,8 @@ class Linear(Kernel):
         foreign = sorted({node.op for node in group.prologue} - set(ROW_OPS) - set(VIEWS))
         if foreign:
             return f"no row-wise emitter for {', '.join(foreign)} in the prologue"
+        if any(node.op == "scale_rows" and node.inputs[1] in group.made for node in group.epilogue):
+            return "makes the factor of a scale_rows itself"
         packed = refuse_storages(plan, group)
         if packed:
             return packed
@@ -120,8 +98,8 @@ class Linear(Kernel):
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
         return (
-            *_inner_values(plan, group, group.prologue),
-            _packing(plan, group, lambda lanes: _tile(plan, group, params, lanes)),
+            *inner_values(plan, group, group.prologue),
+            packing(plan, group, lambda lanes: _tile(plan, group, params, lanes)),
         )
 
     @staticmethod
@@ -160,8 +138,8 @@ class LinearTop1(Kernel):
         partial = (top1_tasks(int(weight.shape[0]), params.task_columns), plan.rows)
         parts = (("best", "f32"), ("index", "i32"), ("total", "f32"))
         partials = tuple(Scratch.own(name, TensorType(dtype, partial)) for name, dtype in parts)
-        packed = _packing(plan, group, lambda lanes: _head_tile(plan, group, lanes))
-        return (*_inner_values(plan, group, group.prologue), packed, *partials)
+        packed = packing(plan, group, lambda lanes: _head_tile(plan, group, lanes))
+        return (*inner_values(plan, group, group.prologue), packed, *partials)
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
@@ -191,37 +169,16 @@ class Attend(Kernel):
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
         heads, dim = _head_shape(plan, group)
-        floats = attention_scratch_floats(plan.rows, heads, dim, _splits(plan, group, params))
+        splits = _splits(plan, group, params)
+        floats = attention_scratch_floats(plan.rows, heads, dim, splits) if splits > 1 else 0
         pieces = (Scratch.own("pieces", TensorType("f32", (floats,))),) if floats else ()
-        return (*_inner_values(plan, group, group.nodes), *pieces)
+        return (*inner_values(plan, group, group.nodes), *pieces)
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
         from . import emission
 
         emission.emit_attend(env, group, _splits(env.plan, group, params), params.split_rows)
-
-
-def refuse_storages(plan: Plan, group: Group) -> str | None:
-    """Why the anchors' weights cannot be read as they are stored, or None. What else the group reads must be plain."""
-    streamed = {anchor.inputs[1] for anchor in group.anchors}
-    storage = plan.circuit.storage
-    foreign = [f"'{name}' in {storage[name]}" for name in group.inputs if name in storage and name not in streamed]
-    if foreign:
-        return f"reads plain weights beside the matrices, got {', '.join(foreign)}"
-    reasons = [f"'{name}' has {reason}" for name in streamed & set(storage) if (reason := refuse_storage(storage[name]))]
-    return reasons[0] if reasons else None
-
-
-def _inner_values(plan: Plan, group: Group, nodes: tuple[Node, ...]) -> tuple[Scratch, ...]:
-    """Scratch for what `nodes` make and nobody outside the group reads."""
-    crossing = {plan.storage(name) for name in plan.crossing(group)}
-    inner = []
-    for node in nodes:
-        for value in node.outputs:
-            if node.op not in VIEWS and value.name not in crossing and isinstance(value.type, TensorType):
-                inner.append(Scratch(value.name, value.type))
-    return tuple(inner)
 
 
 def meeting(group: Group) -> list[tuple[tuple[Node, ...], tuple[Node, ...]]]:
@@ -241,7 +198,7 @@ def meeting(group: Group) -> list[tuple[tuple[Node, ...], tuple[Node, ...]]]:
 def _tile(plan: Plan, group: Group, params: Any, lanes: int) -> Tile:
     """The measured default, with what the schedule sets in its place."""
     weights = max(len(anchors) for anchors, _ in meeting(group))
-    measured = default_tile(plan.rows, weights, lanes, _columns(plan, group))
+    measured = default_tile(plan.rows, weights, lanes, columns_of(plan, group))
     return Tile(
         columns=params.tile_columns or measured.columns,
         rows=min(plan.rows, params.tile_rows or measured.rows),
@@ -252,21 +209,7 @@ def _tile(plan: Plan, group: Group, params: Any, lanes: int) -> Tile:
 
 
 def _head_tile(plan: Plan, group: Group, lanes: int) -> Tile:
-    return default_tile(plan.rows, 1, lanes, _columns(plan, group))
-
-
-def _columns(plan: Plan, group: Group) -> int:
-    """K: columns of the input that the group's weights read."""
-    x = plan.circuit.types[group.anchors[0].inputs[0]]
-    assert isinstance(x, TensorType)
-    return int(x.elements() // plan.rows)
-
-
-def _packing(plan: Plan, group: Group, tile: Callable[[int], Tile]) -> Scratch:
-    """Room for the packed activations, whichever vector length the code is built for: plans do not depend on it."""
-    k = _columns(plan, group)
-    floats = max(linear_scratch_floats(plan.rows, k, lanes, tile(lanes)) for lanes in (4, 8, 16))
-    return Scratch.own("packed", TensorType("f32", (floats,)))
+    return default_tile(plan.rows, 1, lanes, columns_of(plan, group))
 
 
 def _head_shape(plan: Plan, group: Group) -> tuple[int, int]:
@@ -279,7 +222,3 @@ def _splits(plan: Plan, group: Group, params: Any) -> int:
     name = state_of(plan, group.anchors[0])
     kv_heads = next(state.heads for state in plan.circuit.states if state.name == name)
     return params.splits or attention_splits(plan.rows, kv_heads)
-
-
-def state_of(plan: Plan, node: Node) -> str:
-    return next(t.state for t in (plan.circuit.types[name] for name in node.inputs) if isinstance(t, StateType))

@@ -1,0 +1,443 @@
+"""Weights that compiling changes, end to end on the CPU: quantised ones of the checkpoint, quantised copies, restricted heads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import circuitgraph
+from circuitgraph.artifact import read_artifact
+from circuitgraph.checkpoint import bind
+from circuitgraph.checkpoint.quantise import FORMATS, quantise
+from circuitgraph.checkpoint.vocabulary import draft_vocabulary
+from circuitgraph.circuit.restrict import OFFSETS, restrict_vocabulary
+from circuitgraph.errors import CheckpointError, CircuitError, RuntimeUseError, ScheduleError
+from circuitgraph.measure.verify import verify
+from circuitgraph.runtime import ReferenceRunner, load
+from tests.circuits import random_cache, random_inputs, small_mtp
+from tests.fixture_cases import FIXTURES
+
+MODEL = FIXTURES / "qwen3_dense_mtp"
+LAYER = "mtp_layers.0."
+QUICK = {"widths": (1, 3), "context_rows": (4,)}
+
+
+def build(out: Path, model: Path = MODEL, **options):
+    return circuitgraph.compile("auto", model=model, out=out, **{**QUICK, **options})
+
+
+def both(out: Path, model: Path = MODEL, rows: int = 3, masked: bool = False) -> tuple:
+    """What the compiled program and the interpreter make of the same rows."""
+    runner = load(out, model=model, target_model=model / "target")
+    reference = ReferenceRunner(runner.circuit, runner.weights)
+    generator = torch.Generator().manual_seed(3)
+    inputs = random_inputs(runner.circuit, rows, generator)
+    made = []
+    for each in (runner, reference):
+        cache = random_cache(runner.circuit, [4, 7, 5][:rows], torch.Generator().manual_seed(4))
+        given = (inputs["token"], inputs["hidden"], inputs["position"], {"kv": cache})
+        made.append(each.draft_masked(*given, inputs["allowed"]) if masked else each.draft(*given))
+    return runner, inputs, *made
+
+
+def same(compiled, interpreted) -> None:
+    assert torch.equal(compiled.draft, interpreted.draft)
+    torch.testing.assert_close(compiled.logprob, interpreted.logprob, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(compiled.next_hidden, interpreted.next_hidden, rtol=1e-4, atol=1e-4)
+
+
+# -- quantised copies ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory) -> tuple:
+    """One weight or more of every format."""
+    out = tmp_path_factory.mktemp("mixed") / "a"
+    formats = {"lm_head": "nvfp4", "layer.ffn.*": "mxfp4", "layer.attn.*": "int8", "layer.attn.o_proj": "fp8-block", "fc": "fp8"}
+    return out, build(out, quantize=formats)
+
+
+def test_quantised_copies_lie_in_the_artifact(mixed) -> None:
+    out, result = mixed
+    kinds = {name: str(storage) for name, storage in result.circuit.storage.items()}
+    assert kinds == {
+        "fc": "fp8 per row",
+        "layer.attn.q_proj": "int8 per row",
+        "layer.attn.k_proj": "int8 per row",
+        "layer.attn.v_proj": "int8 per row",
+        "layer.attn.o_proj": "fp8 128x128",
+        "layer.ffn.gate_proj": "mxfp4",
+        "layer.ffn.up_proj": "mxfp4",
+        "layer.ffn.down_proj": "mxfp4",
+        "lm_head": "nvfp4",
+    }
+    artifact = read_artifact(out)
+    manifest = artifact.manifest
+    assert {name for name, spec in manifest.weights.items() if spec.source == "artifact"} == set(kinds)
+    assert manifest.weight_file in manifest.files
+    carried = load_file(out / manifest.weight_file)
+    stored = {value.name for weight in result.circuit.weights if weight.storage for value in weight.tensors()}
+    assert set(carried) == stored
+    # The numbers are the checkpoint's, quantised: not somebody else's.
+    head = load_file(MODEL / "target" / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(carried["lm_head"], quantise(head, FORMATS["nvfp4"])[0])
+    now, plain = result.step_bytes()
+    saved = sum(result.circuit.types[name].bytes() - result.circuit.stored_bytes(name) for name in kinds)
+    assert plain - now == saved > 0.6 * sum(result.circuit.types[name].bytes() for name in kinds)
+    purposes = {row.weight: row.reason for row in result.report if row.tensor == "lm_head.weight"}
+    assert purposes == {"lm_head": "quantised to nvfp4"}
+
+
+def test_their_programs_compute_what_the_numbers_mean(mixed) -> None:
+    out, _ = mixed
+    report = verify(out, seed=1)
+    assert report.passed, report
+    assert {control.weight.rpartition(".")[2] for control in report.controls} & {"scales", "whole"}
+    _, _, compiled, interpreted = both(out)
+    same(compiled, interpreted)
+
+
+def test_the_hosts_own_tensor_does_not_replace_a_copy(mixed) -> None:
+    out, _ = mixed
+    head = load_file(MODEL / "target" / "model.safetensors")["lm_head.weight"]
+    with pytest.raises(RuntimeUseError) as caught:
+        load(out, model=MODEL, weights={"lm_head": head})
+    assert "lm_head: does not fit; expected contiguous u8[512, 32] on cpu; got bf16[512, 64] on cpu" in str(caught.value)
+    assert "The program reads this weight as nvfp4" in str(caught.value)
+
+
+def test_bound_and_loaded_weights_are_the_same(mixed) -> None:
+    from circuitgraph.checkpoint.made import quantising
+
+    out, _ = mixed
+    loaded = load(out, model=MODEL, target_model=MODEL / "target").weights
+    wanted = read_artifact(out).manifest.circuit.storage
+    bound = quantising(bind("auto", model=MODEL), wanted).load_weights(positions=4)
+    assert set(bound) == set(loaded)
+    assert all(torch.equal(bound[name], loaded[name]) for name in bound if not name.startswith("rope"))
+
+
+def test_a_config_alone_gets_made_up_bytes(tmp_path: Path) -> None:
+    shutil.copy(MODEL / "config.json", tmp_path / "config.json")
+    result = build(
+        tmp_path / "a", tmp_path / "config.json", quantize={"lm_head": "mxfp4", "layer.*": "nvfp4"}, family="qwen3_dense_mtp"
+    )
+    assert len(result.circuit.storage) == 8
+    assert read_artifact(tmp_path / "a").manifest.weight_file is None
+    assert verify(tmp_path / "a").passed
+
+
+def test_a_pattern_takes_what_it_can(tmp_path: Path) -> None:
+    """Norms are no matrices, and no kernel reads a quantised embedding: neither is told about, unless by name."""
+    result = build(tmp_path / "a", quantize={"*": "fp8"}, stop_after="place")
+    kept = {name.rpartition(".")[2] for name in result.circuit.storage}
+    assert kept == {"fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}
+    with pytest.raises(ScheduleError, match="'embed_tokens' in fp8 per row"):
+        build(tmp_path / "a", quantize={"embed_tokens": "fp8"}, stop_after="place")
+
+
+REFUSED = {
+    "no such weight": ({"lm_haed": "fp8"}, "mtp_dense: no weight 'lm_haed' to quantise. Did you mean 'lm_head'?"),
+    "no such format": (
+        {"lm_head": "fp9"},
+        "mtp_dense: lm_head: no format 'fp9'; expected fp8, fp8-block, int8, nvfp4, mxfp4. Did you mean 'fp8'?",
+    ),
+    "no matrix": ({"enorm": "int8"}, "mtp_dense: enorm: cannot be quantised: int8 per row holds float matrices; got bf16[64]"),
+}
+
+
+@pytest.mark.parametrize(("formats", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_quantised(tmp_path: Path, formats: dict, message: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        build(tmp_path / "a", quantize=formats)
+    assert str(caught.value) == message
+    assert not (tmp_path / "a").exists()
+
+
+def test_numbers_that_are_not_finite_are_refused_with_their_place(tmp_path: Path) -> None:
+    model = copied(tmp_path, f"{LAYER}mlp.up_proj.weight", lambda weight: weight[3, 5].fill_(float("inf")))
+    with pytest.raises(CheckpointError) as caught:
+        build(tmp_path / "a", model, quantize={"layer.ffn.up_proj": "fp8"})
+    expected = (
+        f"{model}/model.safetensors: {LAYER}mlp.up_proj.weight: cannot be quantised; expected finite numbers; got inf at row 3, "
+    )
+    assert str(caught.value).startswith(expected + "column 5")
+    assert not (tmp_path / "a").exists()
+
+
+def copied(folder: Path, name: str, edit) -> Path:
+    model = folder / "m"
+    shutil.copytree(MODEL, model)
+    tensors = load_file(model / "model.safetensors")
+    edit(tensors[name])
+    save_file(tensors, model / "model.safetensors")
+    return model
+
+
+def test_a_head_of_the_host_is_not_there_to_be_quantised(tmp_path: Path) -> None:
+    model = tmp_path / "m"
+    shutil.copytree(MODEL, model)
+    shutil.rmtree(model / "target")
+    for option in ({"quantize": {"lm_head": "fp8"}}, {"draft_vocab": 100}):
+        with pytest.raises(CheckpointError, match=r"lm_head: cannot .*: it is handed over when .*Give target_model= "):
+            build(tmp_path / "a", model, **option)
+
+
+# -- quantised checkpoints -----------------------------------------------------------------------------------------
+
+
+def store(tensors: dict[str, torch.Tensor], name: str, kind: str) -> None:
+    """As DeepSeek, vLLM's compressed-tensors and modelopt store them."""
+    storage = FORMATS[kind]
+    values, scales, *whole = quantise(tensors.pop(name), storage)
+    if kind.startswith("fp8"):
+        tensors[name] = values.view(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv" if kind == "fp8-block" else f"{name}_scale"] = scales
+    elif kind == "int8":
+        tensors[name], tensors[f"{name}_scale"] = values.view(torch.int8), scales.bfloat16()
+    elif kind == "nvfp4":
+        tensors[name], tensors[f"{name}_scale"] = values, scales.view(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_2"] = whole[0][0]
+    else:
+        tensors[name], tensors[f"{name}_scale"] = values, scales
+
+
+STORED = {
+    "mlp.gate_proj": "nvfp4",
+    "mlp.up_proj": "nvfp4",
+    "mlp.down_proj": "mxfp4",
+    "self_attn.q_proj": "fp8-block",
+    "self_attn.k_proj": "fp8-block",
+    "self_attn.v_proj": "fp8",
+    "self_attn.o_proj": "int8",
+}
+
+
+@pytest.fixture
+def quantised(tmp_path: Path) -> Path:
+    model = tmp_path / "quantised"
+    shutil.copytree(MODEL, model)
+    tensors = load_file(model / "model.safetensors")
+    for name, kind in STORED.items():
+        store(tensors, f"{LAYER}{name}.weight", kind)
+    save_file(tensors, model / "model.safetensors")
+    return model
+
+
+def test_a_quantised_checkpoint_stays_so(quantised: Path, tmp_path: Path) -> None:
+    result = build(tmp_path / "a", quantised)
+    assert len(result.circuit.storage) == len(STORED)
+    told = {row.tensor: row.reason for row in result.report}
+    assert told[f"{LAYER}mlp.up_proj.weight"] == "nvfp4, read as it is"
+    assert told[f"{LAYER}self_attn.q_proj.weight"] == "fp8 block 128x128, read as it is"
+    specs = read_artifact(tmp_path / "a").manifest.weights
+    assert {specs[name].source for name in result.circuit.storage} == {"drafter"}
+    assert verify(tmp_path / "a").passed
+    _, _, compiled, interpreted = both(tmp_path / "a", quantised)
+    same(compiled, interpreted)
+    # The bytes are mapped where the file has them.
+    weights = load(tmp_path / "a", model=quantised, target_model=quantised / "target").weights
+    assert weights["layer.ffn.up_proj"].dtype == torch.uint8
+    plain = build(tmp_path / "b", quantised, dequantise=True)
+    assert not plain.circuit.storage
+    assert {row.reason for row in plain.report if row.tensor == f"{LAYER}mlp.up_proj.weight"} == {"nvfp4 -> bf16"}
+    _, _, rounded, _ = both(tmp_path / "b", quantised)
+    torch.testing.assert_close(rounded.next_hidden, compiled.next_hidden, rtol=0.05, atol=0.05)
+    assert not torch.equal(rounded.next_hidden, compiled.next_hidden)
+
+
+def test_what_is_quantised_already_is_quantised_anew_on_request_alone(quantised: Path, tmp_path: Path) -> None:
+    formats = {"layer.ffn.up_proj": "int8"}
+    with pytest.raises(CheckpointError, match=r"layer.ffn.up_proj: cannot be quantised: it is quantised already, nvfp4"):
+        build(tmp_path / "a", quantised, quantize=formats)
+    result = build(tmp_path / "a", quantised, quantize=formats, dequantise=True)
+    assert {name: str(kind) for name, kind in result.circuit.storage.items()} == {"layer.ffn.up_proj": "int8 per row"}
+
+
+def test_what_kernels_cannot_read_is_dequantised_and_said(tmp_path: Path) -> None:
+    """Blocks of 24 columns: a vector may lie in two of them. The weights that share a launch go with it."""
+    model = tmp_path / "m"
+    shutil.copytree(MODEL, model)
+    tensors = load_file(model / "model.safetensors")
+    for name in ("gate_proj", "up_proj"):
+        weight = f"{LAYER}mlp.{name}.weight"
+        rows, columns = tensors[weight].shape
+        tensors[weight] = tensors[weight].to(torch.float8_e4m3fn)
+        tensors[f"{weight}_scale_inv"] = torch.ones(-(-rows // 24), -(-columns // 24))
+    store(tensors, f"{LAYER}mlp.down_proj.weight", "int8")
+    save_file(tensors, model / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"weight_block_size": [24, 24]}}))
+    result = build(tmp_path / "a", model)
+    assert set(result.circuit.storage) == {"layer.ffn.down_proj"}
+    reason = next(row.reason for row in result.report if row.tensor == f"{LAYER}mlp.up_proj.weight")
+    assert reason.startswith("fp8 block 24x24 -> bf16, since kernels cannot read it (")
+    assert "has scales for 24 columns, which is no multiple of 16" in reason
+    assert verify(tmp_path / "a").passed
+
+
+def test_a_damaged_one_is_refused_as_before(quantised: Path, tmp_path: Path) -> None:
+    name = f"{LAYER}mlp.up_proj.weight"
+
+    def refused(edit) -> str:
+        tensors = load_file(quantised / "model.safetensors")
+        edit(tensors)
+        bad = tmp_path / "bad"
+        shutil.rmtree(bad, ignore_errors=True)
+        shutil.copytree(quantised, bad)
+        save_file(tensors, bad / "model.safetensors")
+        with pytest.raises(CheckpointError) as caught:
+            bind("auto", model=bad, keep_packed=True).load_weights(positions=4)
+        assert f"{bad}/model.safetensors: {name}" in str(caught.value)
+        return str(caught.value)
+
+    assert "NVFP4 needs one scale over its scales" in refused(lambda tensors: tensors.pop(f"{name}_scale_2"))
+    assert "needs one scale" in refused(lambda tensors: tensors.pop(f"{name}_scale"))
+    assert "does not fit as scales of nvfp4" in refused(
+        lambda tensors: tensors.update({f"{name}_scale": tensors[f"{name}_scale"][:, :1].clone()})
+    )
+    assert "scales must be finite" in refused(lambda tensors: tensors[f"{name}_scale"].view(torch.uint8)[0].fill_(0x7F))
+    assert "scales must be finite" in refused(lambda tensors: tensors[f"{name}_scale_2"].fill_(float("nan")))
+
+
+def test_the_printed_program_has_the_storage_and_loads_again(quantised: Path, tmp_path: Path) -> None:
+    bound = bind("auto", model=quantised, keep_packed=True)
+    file = tmp_path / "printed.yaml"
+    file.write_text(circuitgraph.circuit.text.format_circuit(bound.circuit))
+    again = bind(file, model=quantised, family="qwen3_dense_mtp")
+    assert again.circuit.storage == bound.circuit.storage
+    assert again.digest == bound.digest
+    assert bind("auto", model=quantised).digest != bound.digest
+    with pytest.raises(CheckpointError, match=r"the program states another storage; expected nvfp4 \('layer.ffn.gate_proj'\)"):
+        bind(file, model=MODEL, family="qwen3_dense_mtp")
+
+
+# -- restricted heads ----------------------------------------------------------------------------------------------
+
+LISTED = (3, 17, 18, 64, 65, 66, 131, 200, 333, 400, 402, 505, 511)
+
+
+def full_logits(inputs: dict, hidden: torch.Tensor) -> torch.Tensor:
+    """Scores of the whole vocabulary for a recycled (post-norm) hidden."""
+    head = load_file(MODEL / "target" / "model.safetensors")["lm_head.weight"].float()
+    return hidden.float() @ head.T
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "ids"), [(100, tuple(range(100))), (LISTED, LISTED), (LISTED[::-1], LISTED)], ids=["first", "listed", "turned"]
+)
+@pytest.mark.parametrize("quantize", [{}, {"lm_head": "fp8"}], ids=["plain", "fp8"])
+def test_drafts_are_the_best_of_the_tokens_kept(tmp_path: Path, vocabulary, ids, quantize) -> None:
+    result = build(tmp_path / "a", draft_vocab=vocabulary, quantize=quantize, entries=("draft", "draft_masked", "context"))
+    assert result.circuit.types["lm_head"].shape == (len(ids), 64)
+    assert (OFFSETS in result.circuit.types) == (ids == LISTED)
+    for masked in (False, True):
+        runner, inputs, compiled, interpreted = both(tmp_path / "a", masked=masked)
+        same(compiled, interpreted)
+        assert runner.vocab_size == 512
+        logits = full_logits(inputs, compiled.next_hidden)
+        keep = torch.zeros(512, dtype=torch.bool)
+        keep[list(ids)] = True
+        allowed = keep.expand(3, -1)
+        if masked:
+            places = torch.arange(512)
+            allowed = allowed & ((inputs["allowed"][:, places // 32] >> (places % 32)) & 1).bool()
+        if not quantize:
+            assert allowed.any(-1).all()
+            best = logits.masked_fill(~allowed, float("-inf"))
+            assert compiled.draft.tolist() == best.argmax(-1).tolist()
+            torch.testing.assert_close(compiled.logprob, best.log_softmax(-1).amax(-1), rtol=1e-4, atol=1e-4)
+        assert all(allowed[row, token] for row, token in enumerate(compiled.draft.tolist()))
+
+
+def test_a_restricted_head_is_verified(tmp_path: Path) -> None:
+    build(tmp_path / "a", draft_vocab=LISTED)
+    report = verify(tmp_path / "a")
+    assert report.passed, report
+    carried = load_file(tmp_path / "a" / "weights" / "model.safetensors")
+    assert (carried[OFFSETS] + torch.arange(len(LISTED))).tolist() == list(LISTED)
+    assert carried["lm_head"].shape == (len(LISTED), 64)
+
+
+def test_forms_of_a_list(tmp_path: Path) -> None:
+    ids = [5, 2, 9]
+    (tmp_path / "ids.txt").write_text("5 2 # two of them\n\n9,\n")
+    (tmp_path / "ids.json").write_text("[5, 2, 9]")
+    save_file({"ids": torch.tensor(ids)}, tmp_path / "ids.safetensors")
+    torch.save(torch.tensor(ids), tmp_path / "ids.pt")
+    torch.save({"ids": ids}, tmp_path / "named.pt")
+    for name in ("ids.txt", "ids.json", "ids.safetensors", "ids.pt", "named.pt"):
+        assert draft_vocabulary(tmp_path / name, 10) == (2, 5, 9), name
+    assert draft_vocabulary(ids, 10) == (2, 5, 9)
+    assert draft_vocabulary("4", 10) == draft_vocabulary(4, 10) == (0, 1, 2, 3)
+
+
+BAD_LISTS = {
+    "twice.txt": ("5 2\n5\n", "entries 0 and 2 are the same token; expected each once; got 5"),
+    "far.txt": ("5 10\n", "entry 1 is no token of the target; expected 0 to 9; got 10. Is the list of another tokenizer?"),
+    "negative.json": ("[-1]", "entry 0 is no token of the target; expected 0 to 9; got -1. Is the list of another tokenizer?"),
+    "empty.txt": ("# nothing\n", "lists no token; expected ids; got none"),
+    "empty.json": ("[]", "lists no token; expected ids; got none"),
+    "map.json": ('{"a": 1}', "is no list of token ids; expected a JSON list; got dict"),
+    "text.json": ('["a"]', "entry 0 is no token id; expected a whole number; got 'a'"),
+    "true.json": ("[true]", "entry 0 is no token id; expected a whole number; got True"),
+}
+
+
+@pytest.mark.parametrize(("name", "text", "message"), [(name, *rest) for name, rest in BAD_LISTS.items()], ids=BAD_LISTS)
+def test_lists_that_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        draft_vocabulary(tmp_path / name, 10)
+    assert str(caught.value) == f"{tmp_path}/{name}: draft vocabulary: {message}"
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    def refused(given) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            draft_vocabulary(given, 10)
+        return str(caught.value)
+
+    (tmp_path / "words.txt").write_text("1\n2\nthree\n")
+    assert refused(tmp_path / "words.txt") == (
+        f"{tmp_path}/words.txt:3: draft vocabulary: is no token id; expected a whole number; got 'three'"
+    )
+    assert "cannot be read" in refused(tmp_path / "absent.txt")
+    (tmp_path / "broken.safetensors").write_bytes(b"abc")
+    (tmp_path / "broken.pt").write_bytes(b"abc")
+    (tmp_path / "broken.json").write_text("[1, ")
+    for name in ("broken.safetensors", "broken.pt", "broken.json"):
+        assert f"{tmp_path}/{name}: draft vocabulary: cannot be read" in refused(tmp_path / name)
+    torch.save(torch.ones(3), tmp_path / "floats.pt")
+    assert "is no list of token ids; expected int32[N] or int64[N]; got float32[3]" in refused(tmp_path / "floats.pt")
+    save_file({"a": torch.tensor([1]), "b": torch.tensor([2])}, tmp_path / "two.safetensors")
+    assert "is to hold one tensor, of token ids; expected one; got a, b" in refused(tmp_path / "two.safetensors")
+    for count in (0, 11, -3, "0"):
+        assert "is no number of tokens; expected 1 to 10" in refused(count)
+
+
+def test_heads_that_cannot_be_restricted() -> None:
+    eagle = bind("auto", model=FIXTURES / "eagle3_llama", target_model=FIXTURES / "eagle3_llama" / "target").circuit
+    with pytest.raises(CircuitError, match="the head has a vocabulary of its own already"):
+        restrict_vocabulary(eagle, (0, 1))
+    with pytest.raises(CircuitError, match=r"no ids of its vocabulary; expected 0 to 130; got 2 of 0 to 131"):
+        restrict_vocabulary(small_mtp(), (0, 131))
+
+
+def test_several_heads_share_the_map() -> None:
+    """Medusa: each head is restricted, and every draft leaves as a target id."""
+    folder = FIXTURES / "medusa1"
+    target = folder / "target"
+    circuit = bind("auto", model=folder, target_model=target if target.is_dir() else None).circuit
+    made, cut = restrict_vocabulary(circuit, (1, 4, 6))
+    heads = [node for node in made.nodes if node.op == "top1"]
+    assert len(heads) > 1
+    assert len(cut) == len(heads)
+    assert sum(node.op == "target_ids" for node in made.nodes) == len(heads)
+    assert sum(weight.name == OFFSETS for weight in made.weights) == 1
+    circuitgraph.circuit.check.check(made)

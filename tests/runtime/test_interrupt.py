@@ -1,0 +1,137 @@
+"""Ctrl-C while a chain is awaited: nothing of the call stays, and nothing that the device may still read is written."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from circuitgraph.runtime import ReferenceRunner
+from circuitgraph.runtime.cuda import _Chain
+from circuitgraph.runtime.runner import ChainRows
+from tests.runtime.helpers import Script, drafter, oracle, proposer_of
+from tests.runtime.test_proposer import prefilled, snapshot
+
+
+def kept(taken):
+    """Of a snapshot: blocks that were reserved come back in an order of their own."""
+    fields, free, ledger, _ = taken
+    return fields, sorted(free), ledger
+
+
+class Interrupted(ReferenceRunner):
+    """Waits like a GPU's runner: the chain is made at the start, and the first wait is interrupted."""
+
+    interrupts = 1
+
+    def start_chain(self, steps, rows, hidden, storage, allowed=None):
+        def wait():
+            if self.interrupts:
+                self.interrupts -= 1
+                raise KeyboardInterrupt
+            raise AssertionError("waited twice")
+
+        return wait if self.interrupts else None
+
+
+@pytest.mark.shows("rule 1")
+def test_an_interrupted_wait_leaves_states_and_ledger():
+    runner = Interrupted(drafter().circuit, drafter().weights)
+    proposer, scripts = proposer_of(runner, block_size=1, blocks=200), [Script(0), Script(1)]
+    states = [prefilled(proposer, script, 6) for script in scripts]
+    before = snapshot(proposer, *states)
+    arguments = [s.tokens[6] for s in scripts], [s.hiddens[5] for s in scripts], [6, 6], 4, states
+    with pytest.raises(KeyboardInterrupt):
+        proposer.propose_batch(*arguments)
+    assert kept(before) == kept(snapshot(proposer, *states))
+    assert proposer.metrics.skipped_rows == 0
+    assert proposer.propose_batch(*arguments) == [oracle(drafter(), script, 6, 4) for script in scripts]
+
+
+def test_an_interrupt_between_any_two_lines_of_the_bookkeeping_is_taken_back(monkeypatch):
+    """`Entry.make` runs while the device drafts; each of its calls is interrupted in turn."""
+    from circuitgraph.runtime.state import History
+
+    for stop in range(6):
+        proposer, scripts = proposer_of(block_size=1, blocks=200), [Script(0), Script(1)]
+        states = [prefilled(proposer, script, 6) for script in scripts]
+        before, calls, read, keep = snapshot(proposer, *states), [], History.read, proposer.runner.model_digest
+
+        def counted(original, calls=calls, stop=stop):
+            def call(*args):
+                calls.append(original)
+                if len(calls) == stop + 1:
+                    raise KeyboardInterrupt
+                return original(*args)
+
+            return call
+
+        monkeypatch.setattr(History, "read", counted(read))
+        monkeypatch.setattr(proposer.runner, "model_digest", counted(keep))
+        arguments = [s.tokens[6] for s in scripts], [s.hiddens[5] for s in scripts], [6, 6], 4, states
+        if stop < 2:
+            with pytest.raises(KeyboardInterrupt):
+                proposer.propose_batch(*arguments)
+            monkeypatch.undo()
+            assert kept(before) == kept(snapshot(proposer, *states)), stop
+        else:
+            proposer.propose_batch(*arguments)
+            monkeypatch.undo()
+            assert len(calls) == 2, "both sequences were read, and both have rows, so no digest was taken"
+
+
+def chain_of(steps: int, n: int, launched: list[list[int]]) -> _Chain:
+    """A `_Chain` on no GPU: what is staged is real, `launched` gets the integers as they are when a graph would start."""
+    chain = object.__new__(_Chain)
+    chain.program, chain.steps, chain.states = SimpleNamespace(rows=n), steps, []  # type: ignore[assignment]
+    chain.runner = SimpleNamespace(device=torch.device("cuda", 0))  # type: ignore[assignment]
+    chain.often = n + 2 * steps * n
+    chain.pinned = torch.zeros(chain.often, dtype=torch.int32)
+    chain.cells = (ctypes.c_int32 * chain.often).from_address(chain.pinned.data_ptr())
+    chain.ramp = torch.arange(steps, dtype=torch.int32)[:, None]
+    chain.starts = torch.zeros(2, 1, n, dtype=torch.int32)
+    chain.starts_cells = (ctypes.c_int32 * (2 * n)).from_address(chain.starts.data_ptr())
+    chain.counted = chain.pinned[n:].view(2, steps, n)
+    chain.hidden, chain.allowed, chain.tables, chain.unread = torch.zeros(n, 4), None, [0] * n, False
+    chain.copied = SimpleNamespace(query=lambda: True)  # type: ignore[assignment]
+    chain.result = chain.pinned_result = torch.zeros(2, steps, n, dtype=torch.int32)
+    chain.readings = {}
+    chain._replay = lambda **kinds: launched.append(chain.pinned.tolist())  # type: ignore[method-assign]
+    return chain
+
+
+def rows_of(token: int) -> ChainRows:
+    blocks = [SimpleNamespace(blocks=[0], version=0)] * 2
+    return ChainRows([token] * 2, [token] * 2, [0, 0], [range(token, token + 3)] * 2, blocks)
+
+
+def test_page_locked_integers_are_written_once_the_interrupted_chain_has_read_them(monkeypatch):
+    launched: list[list[int]] = []
+    events: list[object] = []
+    chain = chain_of(3, 2, launched)
+    stream = SimpleNamespace(synchronize=lambda: events.append("waited for the chain"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append(("waited for all", chain.pinned[0].item())))
+    for token in (5, 6):  # as it goes: one wait a chain, and no other
+        chain.run_packed(rows_of(token), torch.zeros(2, 4), None)
+        assert chain.unread
+        chain.read(2)
+    assert events == ["waited for the chain"] * 2
+    events.clear()
+    chain.run_packed(rows_of(7), torch.zeros(2, 4), None)  # and nobody reads it: Ctrl-C
+    chain.run_packed(rows_of(8), torch.zeros(2, 4), None)
+    assert events == [("waited for all", 7)], "the integers of the chain before were there until it had read them"
+    assert [staged[0] for staged in launched] == [5, 6, 7, 8]
+    events.clear()
+    stream.synchronize = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        chain.read(2)
+    chain._clear(2)  # the other way of staging
+    assert events == [("waited for all", 8)]
+    assert not chain.unread
+
+
+def interrupted():
+    raise KeyboardInterrupt
