@@ -222,7 +222,7 @@ def check(runner: CompiledRunner, case: Case, entry: str, got: tuple[dict, dict]
     """(outputs, caches) of the runner are those of the reference."""
     limit, live = tolerance(runner), comparable(runner, case)
     check_caches(case, got[1], want[1], limit)
-    if entry == "context":
+    if entry == "context" or not len(live):
         return
     made, meant = got[0], want[0]
     assert error(made["next_hidden"][live], meant["next_hidden"][live]) < limit

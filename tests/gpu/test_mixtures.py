@@ -38,9 +38,12 @@ class Mixture:
         h = torch.randn((rows, self.hidden), generator=generator, device="cuda")
         router = self.weights[self.route.inputs[1]]
         if kind == "alike":
-            h = h[:1].repeat(rows, 1)
+            h = torch.randn((32, self.hidden), generator=generator, device="cuda").to(TORCH_DTYPES[self.circuit.act])
+            h = h[self.sure(h, kind)][:1].repeat(rows, 1)
         if kind in ("apart", "ties"):
             router.zero_()
+            for correction in self.route.inputs[2:]:
+                self.weights[correction].zero_()
             share = 1 if kind == "apart" else 2  # experts that read one column
             columns = self.experts // share
             router[torch.arange(columns * share), torch.arange(columns * share) // share] = 1

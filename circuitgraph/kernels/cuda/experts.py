@@ -656,6 +656,57 @@ class Up:
                     store(self.between.made_elements, [pair, number * 8 + column], hold(value * self.groups.share[pair]))
 
 
+class _Cursor:
+    """Where a warp is among the steps of a tile: of the expert `place` in the list, -1 for the shared one, step `step`.
+
+    Which steps of an expert are a warp's depends on the expert's number, not on its place: so a row's sums are rounded in
+    the same way whatever other rows choose.
+    """
+
+    def __init__(self, down: Down, *names: str):
+        self.down = down
+        self.place, self.step = (register("int32", name=name) for name in names)
+
+    @property
+    def inside(self) -> Any:
+        """Is there a step?"""
+        return self.place[0] < self.down.total
+
+    def begin(self) -> None:
+        down = self.down
+        put(self.place, T.int32(-1 if down.shared_units else 0))
+        put(self.step, down.at.warp if down.shared_units else self._first(T.int32(0)))
+        self._settle()
+
+    def move(self) -> None:
+        put(self.step, self.step[0] + self.down.cut.warps)
+        self._settle()
+
+    def _settle(self) -> None:
+        """From behind an expert's last step to the next expert that has one for the warp."""
+        down = self.down
+        if down.shared_units:
+            with T.If(T.And(self.place[0] < 0, self.step[0] >= down.shared_units)), T.Then():
+                self._next()
+        behind = T.And(self.place[0] >= 0, T.And(self.inside, self.step[0] >= down.expert_units))
+        if down.expert_units >= down.cut.warps:
+            with T.If(behind), T.Then():
+                self._next()
+        else:
+            with T.While(behind):
+                self._next()
+
+    def _next(self) -> None:
+        put(self.place, self.place[0] + 1)
+        put(self.step, self._first(self.place[0]))
+
+    def _first(self, place: Any) -> Any:
+        """The warp's first step of an expert: experts begin at different warps, so that all have as much to do."""
+        down = self.down
+        expert = down.listed[T.min(place, T.int32(down.sizes.most - 1)), 0]
+        return T.floormod(down.at.warp + expert * (-down.expert_units % down.cut.warps), down.cut.warps)
+
+
 class Down:
     """One launch. finish(row, column, [sum]) stores the results of one element."""
 
@@ -676,8 +727,9 @@ class Down:
             self.shared = pool.alloc((cut.warps, sizes.rows * 16), "float32", align=16)
             self.listed = pool.alloc((sizes.most, 4), "int32", align=16)
             pool.commit()
-            names = ("tile", "unit", "ahead_tile", "ahead_unit", "slot")
-            self.tile, self.unit, self.ahead_tile, self.ahead_unit, self.slot = (register("int32", name=name) for name in names)
+            names = ("tile", "ahead_tile", "slot")
+            self.tile, self.ahead_tile, self.slot = (register("int32", name=name) for name in names)
+            self.here, self.ahead = _Cursor(self, "place", "step"), _Cursor(self, "ahead_place", "ahead_step")
             put(self.tile, at.block)
             put(self.slot, T.int32(0))
             addresses = register("uint64", 4 if sizes.scaled else 2, "source")
@@ -688,12 +740,11 @@ class Down:
                     self.ring.copy(stage, addresses)
             self.env.wait()
             self._fetch_list()
-            put(self.ahead_tile, T.Select(at.warp < self.units, at.block, T.int32(self.tiles)))
-            put(self.ahead_unit, at.warp)
+            put(self.ahead_tile, at.block)
+            self.ahead.begin()
             for stage in range(cut.stages):
-                with T.If(self.ahead_tile[0] < self.tiles), T.Then():
-                    early = T.And(T.EQ(self.ahead_tile[0], at.block), self.ahead_unit[0] < self.shared_units)
-                    self._start(stage, addresses, early)
+                with T.If(T.And(self.ahead_tile[0] < self.tiles, self.ahead.inside)), T.Then():
+                    self._start(stage, addresses, T.EQ(self.ahead_tile[0], at.block))
                 do(T.ptx.cp.async_.commit_group())
                 self._advance()
             with T.While(self.tile[0] < self.tiles):
@@ -714,16 +765,16 @@ class Down:
                 for index in range(4):
                     T.buffer_store(self.listed, words[index], [place, index])
         do(T.cuda.cta_sync())
-        self.units = hold(total * self.expert_units + self.shared_units, "int32", "units")
+        self.total = hold(total, "int32", "chosen_experts")
 
     # -- the ring ----------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """The copying cursor goes to the warp's next unit, of the next tile after the last."""
-        put(self.ahead_unit, self.ahead_unit[0] + self.cut.warps)
-        with T.If(self.ahead_unit[0] >= self.units), T.Then():
-            put(self.ahead_unit, self.at.warp)
+        """The copying cursor goes to the warp's next step, of the next tile after the last."""
+        self.ahead.move()
+        with T.If(T.Not(self.ahead.inside)), T.Then():
             put(self.ahead_tile, self.ahead_tile[0] + self.blocks)
+            self.ahead.begin()
 
     def _find(self, expert: Any, tile: Any, step: Any, target: Any) -> None:
         """Addresses of the lane's pieces of an expert's step, and of their scales; of the shared expert's without one."""
@@ -739,19 +790,13 @@ class Down:
         """Where the lane's columns of a step begin in a row of words of two elements."""
         return step * (self.sizes.step // 2) + self.at.lane % 4 * (self.sizes.step // 8)
 
-    def _place_of(self, unit: Any) -> tuple[Any, Any]:
-        """(place in the list, step of the expert's columns) of a routed expert's unit."""
-        unit = hold(unit - self.shared_units, "int32")
-        return hold(T.floordiv(unit, self.expert_units), "int32"), hold(T.floormod(unit, self.expert_units), "int32")
-
     def _start(self, slot: Any, addresses: Any, early: Any = None) -> None:
         """Copies of the unit at the copying cursor. early: where that holds, its weights are on their way."""
-        unit = self.ahead_unit[0]
+        place, step = self.ahead.place[0], self.ahead.step[0]
         if self.shared_units:
-            with T.If(unit < self.shared_units), T.Then():
-                self._start_shared(slot, unit, addresses, early)
-        with T.If(unit >= self.shared_units), T.Then():
-            place, step = self._place_of(unit)
+            with T.If(place < 0), T.Then():
+                self._start_shared(slot, step, addresses, early)
+        with T.If(place >= 0), T.Then():
             self._find(hold(self.listed[place, 0], "int32"), self.ahead_tile[0], step, addresses)
             self.ring.copy(slot, addresses)
             for block in range(self.sizes.row_blocks if self.factors else 0):
@@ -783,12 +828,12 @@ class Down:
     # -- a tile ------------------------------------------------------------------------------------------------
 
     def _tile(self, addresses: Any) -> None:
-        """The warp's units of 16 columns of the result."""
-        cut, sizes, at = self.cut, self.sizes, self.at
+        """The warp's steps of 16 columns of the result."""
+        cut, sizes = self.cut, self.sizes
         sums = register("float32", sizes.row_blocks * 4, "sums")
         zeros(sums, sizes.row_blocks * 4)
-        put(self.unit, at.warp)
-        with T.While(self.unit[0] < self.units):
+        self.here.begin()
+        with T.While(self.here.inside):
             do(T.ptx.cp.async_.wait_group(cut.stages - 1))
             piece, scales = self.ring.read(self.slot[0])
             self.product.take(piece, scales)
@@ -799,12 +844,12 @@ class Down:
             else:
                 self.product.decode()
                 self._multiply_rows(sums)
-            with T.If(self.ahead_tile[0] < self.tiles), T.Then():
+            with T.If(T.And(self.ahead_tile[0] < self.tiles, self.ahead.inside)), T.Then():
                 self._start(self.slot[0], addresses)
             do(T.ptx.cp.async_.commit_group())
             self._advance()
             put(self.slot, T.Select(T.EQ(self.slot[0] + 1, cut.stages), T.int32(0), self.slot[0] + 1))
-            put(self.unit, self.unit[0] + cut.warps)
+            self.here.move()
         self._share(sums)
 
     def _multiply_rows(self, sums: Any) -> None:
@@ -812,14 +857,14 @@ class Down:
         sizes, lane = self.sizes, self.at.lane
         base, stride = register("uint64", name="base"), register("uint64", name="stride")
         words = [register("uint32", name="rows") for _ in range(sizes.mask_words)]
+        place, step = self.here.place[0], self.here.step[0]
         if self.shared_units:
-            with T.If(self.unit[0] < self.shared_units), T.Then():
+            with T.If(place < 0), T.Then():
                 for word in words:
                     put(word, T.uint32(ALL))
-                put(base, T.reinterpret("uint64", self.between.shared.ptr_to([0, self._word(self.unit[0])])))
+                put(base, T.reinterpret("uint64", self.between.shared.ptr_to([0, self._word(step)])))
                 put(stride, T.uint64(sizes.shared * 2))
-        with T.If(self.unit[0] >= self.shared_units), T.Then():
-            place, step = self._place_of(self.unit[0])
+        with T.If(place >= 0), T.Then():
             for index, word in enumerate(words):
                 put(word, T.reinterpret("uint32", self.listed[place, 2 + index]))
             put(base, T.reinterpret("uint64", self.between.made.ptr_to([self.listed[place, 1], self._word(step)])))
