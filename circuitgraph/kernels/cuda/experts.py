@@ -22,7 +22,7 @@ from tvm.tirx.script import builder as T
 
 from .formats import Format, Scales
 from .route import ALL, Chooser, Choosing, memory_views, popc, seen_as
-from .values import COPY, COPY_SHORT, do, from_lane_before, hold, load, load_int, put, register, sigmoid, silu, store, wide, zeros
+from .values import COPY, COPY_WORD, do, from_lane_before, hold, load, load_int, put, register, sigmoid, silu, store, wide, zeros
 
 STEP_WORDS = 16
 """Words of a weight row in one step of a warp: a lane has four, and four lanes share a row."""
@@ -242,7 +242,7 @@ class Ring:
                 for half in range(2):
                     source = T.reinterpret("handle", addresses[2 + half] + T.uint64(scale_offset))
                     place = self.scale_memory.ptr_to([self.at.warp, slot, self._line(), half])
-                    do(T.ptx[COPY_SHORT](place, source, 4))
+                    do(T.ptx[COPY_WORD](place, source, 4))
 
     def _line(self) -> Any:
         return T.floordiv(self.at.lane, 32 // self.lines)
