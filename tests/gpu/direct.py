@@ -1,4 +1,4 @@
-"""Programs that no runner drives, called as they are: the functions of an artifact by entry."""
+"""Functions of an artifact by entry, called without a runner."""
 
 from __future__ import annotations
 
