@@ -145,8 +145,8 @@ class Batch:
         if self.runner.kind.at_once:
             return self.chain(tokens, hiddens, positions, states, counts).read
         before = [len(state.history.positions) for state in states]
-        slots = [self.pool.slots(s.lease, row, count) for s, row, count in zip(states, before, counts, strict=True)]
-        rows = ChainRows(tokens, positions, before, slots, [state.lease for state in states])
+        leases = [state.lease for state in states]
+        rows = ChainRows(tokens, positions, before, self.pool.slots_of(leases, before, counts), leases)
         wait = self.runner.start_chain(max(counts), rows, stacked([hiddens]), self.pool.storage, allowed)
         if wait is not None:
             return wait

@@ -309,9 +309,8 @@ class MtpProposer(DeviceMethods, DraftProposer):
         out: torch.Tensor | None = None,
     ) -> list[list[int]] | torch.Tensor | None:
         with self._lock:
-            lists = {"last_tokens": last_tokens, "target_hiddens": target_hiddens, "positions": positions, "states": states}
-            lists |= {} if grammars is None else {"grammars": grammars}
-            self._same_length(**lists)
+            also = {} if grammars is None else {"grammars": grammars}
+            self._same_length(last_tokens=last_tokens, target_hiddens=target_hiddens, positions=positions, states=states, **also)
             mine = self._all_mine(states)
             if out is not None:
                 extras = {"grammars": grammars, "stop_ids": self._stops(stop_ids) or None, "out_confidence": out_confidence}
@@ -346,24 +345,20 @@ class MtpProposer(DeviceMethods, DraftProposer):
         self._check_hiddens(call.hiddens)
         self._check_count(num_drafts)
         for state, position in zip(states, call.positions, strict=True):
-            # The checks say what is wrong; that nothing is can be seen without them.
-            if (
-                state.unsettled
-                or state.last_drafts
-                or type(position) is not int
-                or not state.next_position <= position <= FARTHEST
-            ):
+            # The checks say what is wrong; that nothing is can be seen without them, which is most of a call's time.
+            written = state.history.positions
+            lowest = written[-1] + 1 if written else 1
+            if state.unsettled or state.last_drafts or type(position) is not int or not lowest <= position <= FARTHEST:
                 self._check_settled(state)
                 self._check_next(state, position)
         held = [len(state.lease.blocks) for state in states]
         entry = Entry(states, call.tokens, call.positions)
         try:
             self._choose_rows(call, states, num_drafts)
-            added = [self.kind.adds(count) for count in call.counts]
-            call.meanwhile = functools.partial(entry.make, call.rows, added, self.runner.model_digest)
+            call.meanwhile = functools.partial(self._enter, call, entry)
             made = self._drafted(call)
             if not entry.made:
-                call.meanwhile()
+                self._enter(call, entry)
         except BaseException:
             entry.undo()
             self._give_back(states, held)
@@ -388,6 +383,12 @@ class MtpProposer(DeviceMethods, DraftProposer):
             out_confidence[:] = logprobs
         return [list(ids) for ids in drafts]
 
+    def _enter(self, call: drafting.Call, entry: Entry) -> None:
+        """What is known of a propose before its drafts are."""
+        entry.make(call.rows, [self.kind.adds(count) for count in call.counts], self.runner.model_digest)
+        if call.rows:
+            self._count_path(len(call.rows), masked=call.grammars is not None)
+
     def _shorten(self, call: drafting.Call, drafts: Sequence[Sequence[int]], gaps: Sequence[int]) -> None:
         """Take back the rows of drafts that did not come, and what was counted for sequences without any."""
         for row, state, count, ids, gap in zip(call.rows, call.states, call.counts, drafts, gaps, strict=True):
@@ -402,7 +403,6 @@ class MtpProposer(DeviceMethods, DraftProposer):
         """Run the rows that were chosen; matchers are where they were afterwards, whatever happens."""
         if not call.rows:
             return drafting.Drafted([], [])
-        self._count_path(len(call.rows), masked=call.grammars is not None)
         try:
             return drafting.run(self._batch, call)
         finally:
@@ -412,6 +412,12 @@ class MtpProposer(DeviceMethods, DraftProposer):
     def _choose_rows(self, call: drafting.Call, states: Sequence[MtpProposerState], num_drafts: int) -> None:
         """Reserve blocks and keep in `call` the rows that draft: the others stay out of the launch altogether."""
         limit, kind = self.runner.max_position, self.kind
+        count = kind.drafts(num_drafts, max(call.positions), limit)
+        if count >= 1 and count == kind.drafts(num_drafts, 0, None):  # the farthest sequence drafts all, so every one does
+            more, size = kind.writes(count), self.pool.block_size
+            if all(len(s.history.positions) + more <= len(s.lease.blocks) * size for s in states):
+                call.rows, call.counts, call.states = list(range(len(states))), [count] * len(states), list(states)
+                return
         for row, (state, position) in enumerate(zip(states, call.positions, strict=True)):
             count = kind.drafts(num_drafts, position, limit)
             if count < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -40,10 +40,13 @@ class Checks:
         return state
 
     def _all_mine(self, states: Sequence[ProposerState]) -> list[MtpProposerState]:
-        mine = [self._mine(state) for state in states]
+        mine = list(states)
+        for state in mine:
+            if type(state) is not MtpProposerState or state.owner is not self or state.freed:
+                self._mine(state)  # says what is wrong
         if len(set(mine)) != len(mine):
             self._refuse("one sequence cannot be in a batch twice", "states", "distinct states", "a state listed twice")
-        return mine
+        return cast(list[MtpProposerState], mine)
 
     def _check_settled(self, state: MtpProposerState) -> None:
         """Unverified rows would become context for good."""

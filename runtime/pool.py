@@ -207,12 +207,19 @@ class BlockPool:
 
     def slots(self, lease: Lease, first: int, count: int) -> Sequence[int]:
         """Storage slots (block * block_size + offset) of rows first..first+count-1, which the lease holds: not checked."""
-        size, blocks = self.block_size, lease.blocks
-        index, offset = divmod(first, size)
-        if count and offset + count <= size:  # in one block, as a propose's rows are as a rule
-            start = blocks[index] * size + offset
-            return range(start, start + count)
-        return [blocks[row // size] * size + row % size for row in range(first, first + count)]
+        return self.slots_of([lease], [first], [count])[0]
+
+    def slots_of(self, leases: Sequence[Lease], firsts: Sequence[int], counts: Sequence[int]) -> list[Sequence[int]]:
+        """`slots` of several leases."""
+        size, found = self.block_size, []
+        for lease, first, count in zip(leases, firsts, counts, strict=True):
+            blocks, offset = lease.blocks, first % size
+            if count and offset + count <= size:  # in one block, as a propose's rows are as a rule
+                start = blocks[first // size] * size + offset
+                found.append(range(start, start + count))
+            else:
+                found.append([blocks[row // size] * size + row % size for row in range(first, first + count)])
+        return found
 
     # -- leases ------------------------------------------------------------------------------------------------
 

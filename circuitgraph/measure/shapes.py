@@ -91,6 +91,7 @@ SHAPES = {
             "qwen3_next_mtp",
             {"num_experts": 512, "vocab_size": 151936},
             widths=(1, 2, 4, 8),
+            context_rows=(64,),
             entries=("draft", "context"),
         ),
         Shape(
@@ -99,6 +100,7 @@ SHAPES = {
             "glm4_moe_mtp",
             {"n_routed_experts": 128, "vocab_size": 151552},
             widths=(1, 2, 4, 8),
+            context_rows=(64,),
             entries=("draft", "context"),
         ),
         # EAGLE-3 of Llama-3.1-8B.
@@ -123,18 +125,28 @@ SHAPES = {
             "dflash",
             "dflash_qwen3",
             {"num_hidden_layers": 5, "vocab_size": 151936, "dflash_config": DFLASH},
-            context_rows=(16, 32, 64, 128),
+            widths=(1, 2, 4, 8),
+            context_rows=(16, 128),
             entries=("draft", "context"),
         ),
         # Medusa-1 of Vicuna-7B.
         Shape("medusa1-7b", "medusa", "medusa1", {"vocab_size": 32000}, context_rows=(), entries=("draft",)),
-        # DeepSeek-V3's own MTP layer.
-        Shape(
-            "deepseek-v3",
-            "mtp_mla",
-            "deepseek_v3_mtp",
-            {"vocab_size": 129280, "n_routed_experts": 256},
-            entries=("draft", "context"),
+        # DeepSeek-V3's own MTP layer: in bf16, and as it is published, in fp8 but for its head, its projection and its router.
+        *(
+            Shape(
+                name,
+                "mtp_mla",
+                "deepseek_v3_mtp",
+                {"vocab_size": 129280, "n_routed_experts": 256},
+                widths=(1, 2, 4, 8),
+                context_rows=(64,),
+                entries=("draft", "context"),
+                storage=storage,
+            )
+            for name, storage in (
+                ("deepseek-v3", {}),
+                ("deepseek-v3-fp8", {"lm_head": "", "fc": "", "*": "fp8 128x128"}),
+            )
         ),
         # One layer's attention at the heads of both 8B shapes.
         Shape(

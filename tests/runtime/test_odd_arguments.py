@@ -315,7 +315,7 @@ ELSEWHERE = {
     "Metrics", "MtpProposerState", "PoolExhausted", "ProposerState",
 }  # fmt: skip
 """Names of values, of what the runtime makes itself, and of interfaces, whose implementations are here."""
-INTERNAL = {"claim", "start_chain", "place_chain", "place_accepted", "release", "slots", "used_by"}
+INTERNAL = {"claim", "start_chain", "place_chain", "place_accepted", "release", "slots", "slots_of", "used_by"}
 """Methods that a proposer calls and a server does not: what they are given has been looked at."""
 
 
