@@ -1,4 +1,4 @@
-"""Programs that no runner drives: EAGLE-3, DFlash and Medusa-1 against the interpreter and golden values; latent attention of
+"""Programs without their runner: EAGLE-3, DFlash and Medusa-1 against the interpreter and golden values; latent attention of
 long contexts."""
 
 from __future__ import annotations
