@@ -1,4 +1,4 @@
-"""Functions of an artifact by entry, called without a runner."""
+"""Programs without their runner, called as they are: the functions of an artifact by entry."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Functions called as they are: EAGLE-3, DFlash and Medusa-1 against the interpreter and golden values; latent attention of long
-contexts. What the proposer makes of the same artifacts is test_families'."""
+"""Programs without their runner: EAGLE-3, DFlash and Medusa-1 against the interpreter and golden values; latent attention of
+long contexts. What the proposer makes of the same artifacts is test_families'."""
 
 from __future__ import annotations
 
