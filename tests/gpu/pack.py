@@ -283,12 +283,13 @@ CASES = (
     Case("latent_fp8", storage={"*": "fp8 128x128"}, widths=(1, 8), entries=STEP, **LATENT),
     Case("latent_odd_storage", sizes=SMALL_LATENT, storage=SIBLINGS, widths=(2,), context_rows=(5,), entries=STEP, **LATENT),
     Case("latent_odd_f32", sizes=SMALL_LATENT, act="f32", wt="f32", kv="f32", widths=(1, 3), context_rows=(5,), **LATENT),
-    # Programs that are not MTP heads: their functions are called as they are (test_direct.py).
+    # Programs that are not MTP heads: their functions are called as they are (test_direct.py), and the proposer drives those of
+    # the fixtures (test_families.py).
     *(
         Case(f"direct_fixture_{model}", model, None, {}, "f32", None, "f32", widths, rows, entries, program, {}, block)
         for model, program, widths, rows, block, entries in (
             ("dflash_qwen3", "dflash", (1, 4), (8, 35), 8, ("draft", "logits", "context")),
-            ("eagle3_llama", "eagle3", (1, 3), (16,), 1, ("first", "draft", "context")),
+            ("eagle3_llama", "eagle3", (1, 3), (16,), 1, ("first", "draft", "first_masked", "draft_masked", "context")),
             ("medusa1", "medusa", (1, 3), (16,), 1, ("draft", "logits")),
         )
     ),
