@@ -40,8 +40,6 @@ NOT_RUN = (
     "latent_f16",
     "latent_odd_storage",
     "latent_odd_f32",
-    "direct_latent_f16",
-    "direct_latent_f32",
 )
 """Cases that are compiled and have not all run on a GPU: the record need not have them. To shorten at the next run."""
 
