@@ -252,6 +252,33 @@ def test_a_block_ends_at_the_position_limit(left: int) -> None:
         assert proposer.metrics.refusals == {"position_limit": 1}
 
 
+@pytest.mark.parametrize(("name", "left"), [("dflash_qwen3", 2), ("dflash_qwen3", 3), ("dflash_qwen3", 9), ("eagle1_llama", 3)])
+def test_what_the_position_limit_promises_is_enough_on_the_device(name: str, left: int) -> None:
+    """The pool is full of promises: every row below the limit is this sequence's, and none beyond it. Block rows and upper
+    bounds of what was accepted reach over the limit, and need no memory there."""
+    text = golden(name).one
+    limit = len(text.tokens) - 1 + left
+    runner = reference(name, limit)
+    block = next(size for size in (4, 3, 2, 1) if limit % size == 0)
+    proposer = Audited(runner, BlockPool(runner.circuit, blocks=limit // block, block_size=block))
+    state = proposer.alloc_state_for(10 * limit)
+    fed = len(text.tokens) - 1
+    proposer.prefill_drafter(text.tokens[:fed], text.hiddens[: fed - 1], state)
+    alone = Audited(runner, BlockPool(runner.circuit, blocks=64, block_size=block))
+    want = propose(alone, [text], [prefilled(alone, text)], 7)[0][0]
+    assert want
+    out = torch.zeros(1, 7, dtype=torch.int32)
+    token, at = torch.tensor(text.tokens[-1:], dtype=torch.int32), torch.tensor([fed], dtype=torch.int32)
+    proposer.propose_batch(token, text.hiddens[fed - 1 : fed], at, 7, [state], out=out)
+    assert out[0].tolist() == want + [-1] * (7 - len(want))
+    fed_rows = text.hiddens[None, fed - 1 : fed + 1].repeat(1, 1, 1)
+    assert proposer.catchup_accepted(torch.stack([token, token], 1), fed_rows[:, :2], [state], at * 0)
+    out.zero_()
+    proposer.propose_batch(token, text.hiddens[fed - 1 : fed], at + 1, 7, [state], accepted=at * 0, out=out)
+    assert (out[0, 0] >= 0) == (left > (2 if name == "dflash_qwen3" else 1)), "upper bounds do not reach over the limit, either"
+    assert not proposer.metrics.refusals
+
+
 def test_a_smaller_block_drafts_other_tokens() -> None:
     """Case b: rows of a block see each other. So the size is the program's, and not what is asked for."""
     whole, want, text = reference("dflash_qwen3"), fixture_tensors("dflash_qwen3"), golden("dflash_qwen3").one
@@ -286,6 +313,14 @@ def test_a_budget_holds_a_block_behind_the_last_token() -> None:
     assert proposer.prefill_drafter(list(range(7)), rows[:6], other) == 6
     proposer.prefill_drafter(text.tokens[:13], text.hiddens[:12], state)
     assert propose(proposer, [text], [state], 7)[0] == [text.drafts]
+
+
+def medusa_of(heads: int) -> ReferenceRunner:
+    """The first so many heads of the golden drafter."""
+    whole = reference("medusa1")
+    circuit = bind("auto", model=FIXTURES / "medusa1", target_model=target_of("medusa1")).circuit
+    made = next(node for node in circuit.nodes if node.name == dict(circuit.outputs)["draft"])
+    raise NotImplementedError(made, whole, heads)
 
 
 def test_heads_take_no_memory_and_nothing_to_keep_up() -> None:
