@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from circuitgraph.checkpoint import bind
+from circuitgraph.circuit.ir import Node
 from circuitgraph.errors import RuntimeUseError
+from circuitgraph.ops import PagedKV
 from circuitgraph.runtime import DEFERRED, BlockPool, ReferenceRunner, load, own_ids
+from circuitgraph.runtime.kinds import Block, Heads
 from tests.fixture_cases import FIXTURES, fixture_tensors, target_of
 from tests.runtime.audited import Audited
 from tests.runtime.dense import dense_of
@@ -271,8 +274,8 @@ def test_what_the_position_limit_promises_is_enough_on_the_device(name: str, lef
     token, at = torch.tensor(text.tokens[-1:], dtype=torch.int32), torch.tensor([fed], dtype=torch.int32)
     proposer.propose_batch(token, text.hiddens[fed - 1 : fed], at, 7, [state], out=out)
     assert out[0].tolist() == want + [-1] * (7 - len(want))
-    fed_rows = text.hiddens[None, fed - 1 : fed + 1].repeat(1, 1, 1)
-    assert proposer.catchup_accepted(torch.stack([token, token], 1), fed_rows[:, :2], [state], at * 0)
+    twice = text.hiddens[None, fed - 1 : fed].repeat(1, 2, 1)
+    assert proposer.catchup_accepted(torch.stack([token, token], 1), twice, [state], at * 0)
     out.zero_()
     proposer.propose_batch(token, text.hiddens[fed - 1 : fed], at + 1, 7, [state], accepted=at * 0, out=out)
     assert (out[0, 0] >= 0) == (left > (2 if name == "dflash_qwen3" else 1)), "upper bounds do not reach over the limit, either"
@@ -316,11 +319,61 @@ def test_a_budget_holds_a_block_behind_the_last_token() -> None:
 
 
 def medusa_of(heads: int) -> ReferenceRunner:
-    """The first so many heads of the golden drafter."""
+    """The golden drafter's first heads alone, with the same facts, dtypes and states."""
     whole = reference("medusa1")
-    circuit = bind("auto", model=FIXTURES / "medusa1", target_model=target_of("medusa1")).circuit
-    made = next(node for node in circuit.nodes if node.name == dict(circuit.outputs)["draft"])
-    raise NotImplementedError(made, whole, heads)
+
+    def fewer(node: Node) -> Node:
+        if node.op not in ("columns", "cat", "heads"):
+            return node
+        (made,) = node.outputs
+        n, columns, *rest = made.type.shape  # type: ignore[union-attr]
+        shape = (n, columns * heads // 4, *rest)
+        outputs = (replace(made, type=replace(made.type, shape=shape)),)
+        attrs = (("count", heads),) if node.op == "heads" else node.attrs
+        return replace(node, inputs=node.inputs[:heads], outputs=outputs, attrs=attrs)
+
+    circuit = whole.circuit
+    return ReferenceRunner(replace(circuit, nodes=tuple(map(fewer, circuit.nodes))), whole.weights)
+
+
+def test_another_forward_has_as_many_heads() -> None:
+    """States cannot tell them apart, there are none; drafts that no head makes would be -1, which is no token."""
+    proposer, text = proposer_for("medusa1"), golden("medusa1").one
+    fewer = medusa_of(2)
+    assert fewer.kind == Heads(2)
+    with pytest.raises(
+        RuntimeUseError, match=r"runner's kind: drafts in another way; expected Heads\(heads=4\); got Heads\(heads=2\)"
+    ):
+        proposer.set_circuit_draft(fewer)
+    own = proposer.runner
+    for what in ("vocab_size", "hidden_size"):
+        other = ReferenceRunner(own.circuit, own.weights)
+        other.__dict__[what] = 96
+        with pytest.raises(RuntimeUseError, match=f"runner's {what}: drafts in another way"):
+            proposer.set_circuit_draft(other)
+    assert proposer.runner is own
+    proposer.set_circuit_draft(medusa_of(4))
+    assert propose(proposer, [text], [prefilled(proposer, text)], 4)[0] == [text.drafts]
+
+
+@pytest.mark.parametrize("kind", ["reference", "compiled"])
+@pytest.mark.parametrize("name", ["medusa1", "dflash_qwen3"])
+def test_what_a_call_for_all_drafts_at_once_refuses(name: str, kind: str) -> None:
+    runner = RUNNERS[kind](name)
+    one, hidden = torch.zeros(1, dtype=torch.int32), torch.zeros(1, runner.hidden_size)
+    slots, kv = one[None, :0], {}
+    if isinstance(runner.kind, Block):
+        pool = BlockPool(runner.circuit, blocks=4, block_size=4)
+        kv = {"kv": PagedKV(*pool.storage["kv"], one, one, torch.arange(4, dtype=torch.int32)[None], one, one + 1)}
+        slots = torch.arange(1 + runner.kind.gamma, dtype=torch.int32)[:, None]
+    for call in (runner.chain, runner.scores):
+        for steps in (-1, 0, True, 2.0, "2", None):
+            with pytest.raises(RuntimeUseError, match="a chain has at least one step"):
+                call(steps, one, hidden, one + 1, kv, slots)
+        for odd in (None, "x", 1.5, [[0.0]], hidden[0], hidden[:0], torch.tensor(1.0), hidden.int(), hidden[:, :5]):
+            with pytest.raises(RuntimeUseError, match=r"hidden: (does not fit|needs at least one row)"):
+                call(2, one, odd, one + 1, kv, slots)
+        call(2, one, hidden, one + 1, kv, slots)
 
 
 def test_heads_take_no_memory_and_nothing_to_keep_up() -> None:
