@@ -247,6 +247,7 @@ class DraftRunner(abc.ABC):
         Raises:
             RuntimeUseError: the drafter's config names others than there are, or another number of them.
         """
+        whole(target_layers, "target_layers", self.circuit.name, least=1, message="is no number of layers")
         if self.hidden_layers == 1:
             return ()
         ids = tuple(int(layer) for layer in str(dict(self.circuit.facts).get("hidden_layers", "")).split())
@@ -457,6 +458,9 @@ class DraftRunner(abc.ABC):
         slots: torch.Tensor,
     ) -> torch.Tensor:
         """As `chain`, of a drafter whose drafts come all at once: act[n, steps, V], of which `pick` takes what masks allow."""
+        if not self.kind.at_once:
+            hint = "Take `logits` of each step."
+            raise RuntimeUseError(Fault("drafts step by step", where=self.circuit.name, subject="scores", hint=hint))
         return self._at_once("logits", steps, token, hidden, position, kv, slots)["logits"]
 
     @no_autograd()

@@ -357,6 +357,12 @@ def test_a_runner_lets_go_of_a_pool_that_is_gone():
     assert drafted(kept) == want
 
 
+def test_a_chain_has_no_scores_of_all_drafts():
+    runner, one = compiled()[0], torch.ones(1, dtype=torch.int32)
+    with pytest.raises(RuntimeUseError, match="scores: drafts step by step"):
+        runner.scores(2, one, torch.zeros(1, runner.hidden_size), one, {}, one[None])
+
+
 def test_a_pool_outlives_a_runner_that_it_was_used_by():
     pool = BlockPool(drafter().circuit, blocks=8)
     told = compiled()[0].release(pool.storage)
