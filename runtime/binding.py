@@ -55,6 +55,7 @@ def bind_weights(
     for name, folder in (("model", model), ("target_model", target_model)):
         of_kind(folder, (str, Path, type(None)), name, manifest.program, "a folder")
     of_kind(weights, (Mapping, type(None)), "weights", manifest.program, "tensors by the circuit's names")
+    check_whole(manifest, weights or {})
     folders: dict[str, Path] = {}
     if model is not None:
         _check_config(
@@ -94,6 +95,21 @@ _TARGET_HINT = "Give target_model= (--target-model), the target's folder, or its
 
 
 _QUANTISED = "The program reads this weight as {storage}. Leave it out, and it is taken from the artifact or the checkpoint."
+
+
+def check_whole(manifest: Manifest, given: Mapping[str, torch.Tensor]) -> None:
+    """Raises RuntimeUseError for a quantised weight of which some tensors are given and others not: they only go together."""
+    faults = []
+    for name, spec in manifest.weights.items():
+        parts = [value.name for value in spec.weight(name).tensors()] if spec.storage else []
+        absent = [part for part in parts if part not in given]
+        if absent and len(absent) < len(parts):
+            got = ", ".join(part for part in parts if part in given)
+            expected = f"{', '.join(parts)}, or none of them"
+            hint = _QUANTISED.format(storage=spec.storage)
+            faults.append(Fault("is given in part", where=manifest.program, subject=name, expected=expected, got=got, hint=hint))
+    if faults:
+        raise RuntimeUseError(faults)
 
 
 def check_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

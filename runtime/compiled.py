@@ -7,8 +7,8 @@ results out. Weights are borrowed: a function is handed the caller's own memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from circuitgraph.errors import ArtifactError, Fault, RuntimeUseError
 from circuitgraph.ops import TORCH_DTYPES, PagedKV
 
 from .arguments import device_of, of_kind, shown, whole
-from .binding import check_weights
+from .binding import check_weights, check_whole
 from .cover import cover
 from .runner import MASKED_OUTPUT, Caches, DraftChain, DraftRunner, no_autograd
 
@@ -92,18 +92,31 @@ class CompiledRunner(DraftRunner):
             program.bind(converted)
 
     def rebind(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Use other tensors for some or all weights from the next call on, without compiling.
+        """Use other tensors for some or all weights from the next call on, without compiling. A quantised weight's are given
+        together.
 
         Raises:
             RuntimeUseError: one that does not fit; then none was changed.
         """
         of_kind(weights, Mapping, "weights", self.circuit.name, "tensors by the circuit's names")
+        check_whole(self.manifest, weights)
         self.weights = self._fitting({**self.weights, **weights})
         self._bind()
 
     def _fitting(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The weights, checked: nothing has changed where one is refused."""
         return check_weights(self.manifest, weights, self.device)
+
+    def release(self, storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        this, places = weakref.ref(self), {(k.data_ptr(), v.data_ptr()) for k, v in storage.values()}
+
+        def drop() -> None:
+            runner = this()
+            if runner is not None:
+                for program in runner._programs.values():
+                    program.forget(places)
+
+        return drop
 
     # -- facts -------------------------------------------------------------------------------------------------
 
@@ -119,10 +132,9 @@ class CompiledRunner(DraftRunner):
     def block_size(self) -> int | None:
         return self._block_size
 
-    @cached_property
-    def vocab_size(self) -> int:
-        # Without an embedding, a head may score some of the target's tokens alone.
-        return super().vocab_size if self.embed_size else self.manifest.model.vocab_size
+    def _unsaid_vocab(self) -> int:
+        # Artifacts of before the circuit said it: a head may score some of the target's tokens alone.
+        return self.manifest.model.vocab_size
 
     def serves(self, n: int, *, masked: bool = False) -> str | None:
         return self._path(self._entry(masked=masked), n)
@@ -324,6 +336,14 @@ class _Program:
                 if previous is None or tensor is not getattr(previous, part):
                     self.args[index] = tvm_ffi.from_dlpack(tensor.detach())
             self._last[state] = cache
+
+    def forget(self, places: Collection[tuple[int, int]]) -> None:
+        """Let go of caches whose (keys, values) lie there; the next `stage` brings others."""
+        for state, cache in list(self._last.items()):
+            if (cache.k.data_ptr(), cache.v.data_ptr()) in places:
+                del self._last[state]
+                for index in self.storage[state].values():
+                    self.args[index] = None
 
     def advance(self, before: _Program, count: int, slot: torch.Tensor, stopped: torch.Tensor | None) -> None:
         """Make the results of the call `before` the next call's inputs, one position on. `stopped` rows see and write nothing."""

@@ -161,11 +161,12 @@ class CudaRunner(CompiledRunner):
         return self._replay(steps, token, hidden, position, kv, slots, stops=True, allowed=allowed, recycled=recycled)
 
     def _at_once(self, entry, steps, token, hidden, position, kv, slots) -> dict[str, torch.Tensor]:
+        self._check_steps(steps)
         if isinstance(self.kind, Block):
             n = self._check_rows(token, hidden, position, kv)
             self._check_block(self.kind, n, position, slots, kv)  # while integers of the host can be looked at
         else:
-            self._check_hidden(hidden, hidden.shape[0])
+            self._check_lone_hidden(hidden)
             kv, slots = {}, None
         if torch.cuda.is_current_stream_capturing():
             if slots is not None:
@@ -173,7 +174,7 @@ class CudaRunner(CompiledRunner):
             return self._whole(entry, steps, token, hidden, position, kv, slots)
         places = _places({name: (cache.k, cache.v) for name, cache in kv.items()})
         key = (entry, steps, *AtOnce.key(hidden, kv, slots), places)
-        whole = self._graphs.get(key)
+        whole = self._kept(key)
         if whole is None:
             call = functools.partial(self._whole, entry, steps)
             whole = AtOnce(call, hidden, self.circuit.act, kv, slots, self.recorder)
@@ -236,13 +237,17 @@ class CudaRunner(CompiledRunner):
         route = self._routes.get(key)
         if route is not None and route.cache is first:
             self.paths[route.path] += 1
+            for name in route.names:
+                self._graphs.move_to_end(name)
             return route
         self._count(entry, n)
-        parts = []
+        parts, names = [], []
         for program, start, count in self._parts(entry, n):
             sizes = dict.fromkeys(storage, (bucket(program.rows), width))
-            parts.append((self._graph(program, steps, storage, sizes, stops=True), start, count))
-        route = self._routes[key] = _Route(first, str(self._path(entry, n)), parts)
+            name, graph = self._graph(program, steps, storage, sizes, stops=True)
+            names.append(name)
+            parts.append((graph, start, count))
+        route = self._routes[key] = _Route(first, str(self._path(entry, n)), parts, names)
         return route
 
     def _device(self) -> contextlib.AbstractContextManager[object]:
@@ -252,9 +257,10 @@ class CudaRunner(CompiledRunner):
         return torch.cuda.device(self.device)
 
     def release(self, storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-        this, places = weakref.ref(self), _places(storage)
+        forget, this, places = super().release(storage), weakref.ref(self), _places(storage)
 
         def drop() -> None:
+            forget()
             runner = this()
             if runner is None:
                 return
@@ -310,7 +316,7 @@ class CudaRunner(CompiledRunner):
         storage = {name: (cache.k, cache.v) for name, cache in kv.items()}
         with self._device():
             for program, first, count in self._parts(entry, n):
-                graph = self._graph(program, steps, storage, sizes, stops)
+                _, graph = self._graph(program, steps, storage, sizes, stops)
                 graph.run(first, count, token, hidden, position, kv, slots, allowed)
                 made.append(graph.results(count))
         if len(made) == 1:
@@ -324,14 +330,21 @@ class CudaRunner(CompiledRunner):
         storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
         sizes: dict[str, tuple[int, int]],
         stops: bool,
-    ) -> _Chain:
+    ) -> tuple[tuple, _Chain]:
+        """What `_graphs` keeps it by, and the graph."""
         key = (program.spec.symbol, steps, stops, tuple(sizes.values()), _places(storage))
-        graph = self._graphs.get(key)
+        graph = self._kept(key)
         if graph is None:
             graph = _Chain(self, program, steps, storage, sizes, stops)
             self._keep(key, graph)
-        self._graphs.move_to_end(key)
         assert isinstance(graph, _Chain)
+        return key, graph
+
+    def _kept(self, key: tuple) -> _Chain | AtOnce | None:
+        """The graph of that key, if there is one, which is about to be used."""
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
         return graph
 
     def _keep(self, key: tuple, graph: _Chain | AtOnce) -> None:
@@ -342,11 +355,13 @@ class CudaRunner(CompiledRunner):
 
 
 class _Route(NamedTuple):
-    """Chains that serve a number of rows between them: each with its first row and its rows. cache: whose they are."""
+    """Chains that serve a number of rows between them: each with its first row and its rows. cache: whose they are. names:
+    what `_graphs` keeps the chains by, each of which is there for as long as the route is."""
 
     cache: torch.Tensor | None
     path: str
     parts: list[tuple[_Chain, int, int]]
+    names: list[tuple]
 
 
 def _rows_of(rows: ChainRows, hidden: torch.Tensor, allowed: torch.Tensor | None, first: int, count: int) -> tuple[Any, ...]:

@@ -181,10 +181,6 @@ class MtpProposer(DeviceMethods, DraftProposer):
     def prefill_hidden_rows(self, max_seq_len: int) -> int:
         return self._below_limit(self.kind.hidden_rows(whole(max_seq_len, "max_seq_len", WHERE)))
 
-    def _below_limit(self, rows: int) -> int:
-        limit = self.runner.max_position
-        return rows if limit is None else min(rows, limit)
-
     def prefill_uses_shared_buffers(self) -> bool:
         return False  # programs have a workspace of their own
 
@@ -531,6 +527,10 @@ class MtpProposer(DeviceMethods, DraftProposer):
                 have, wanted = (getattr(each.circuit, what) for each in (other, self._own))
                 if have != wanted:
                     self._refuse("computes other rows", f"runner's {what}", str(wanted), str(have))
+            for what in ("kind", "vocab_size", "hidden_size"):
+                have, wanted = (getattr(each, what) for each in (other, self._own))
+                if have != wanted:
+                    self._refuse("drafts in another way", f"runner's {what}", str(wanted), str(have))
             self.pool.used_by(other)
             for batch in (self._batch, self._device.batch):
                 batch.use(other)
@@ -549,12 +549,15 @@ class _Locks:
 
     def __enter__(self) -> None:
         self._own.acquire()
-        if self._entered:
+        try:
+            if self._entered:
+                hint = "A matcher, or what else runs inside of a call, has to come back first."
+                raise RuntimeUseError(Fault("a call of this proposer is under way in this thread", where=WHERE, hint=hint))
+            lock = self._batch.runner.lock
+            lock.acquire()  # for as long as another proposer's call takes: Ctrl-C may come meanwhile
+        except BaseException:
             self._own.release()
-            hint = "A matcher, or what else runs inside of a call, has to come back first."
-            raise RuntimeUseError(Fault("a call of this proposer is under way in this thread", where=WHERE, hint=hint))
-        lock = self._batch.runner.lock
-        lock.acquire()
+            raise
         self._entered.append(lock)
 
     def __exit__(self, *exception: object) -> None:

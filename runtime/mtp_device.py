@@ -69,8 +69,11 @@ class DeviceMethods(Memory):
             for state in states:
                 most = _most_rows(state, self.kind)
                 wanted = self.kind.drafts(num_drafts, 0, None)
-                count = self.kind.fits(wanted, self.pool.room(state.lease) - most)
-                if count < 1 or not self._reserve([(state, most + self.kind.writes(count))]):
+                room = self.pool.room(state.lease)
+                # Where the position is the device's, how far the limit lies is, too: room for all rows below it is enough.
+                whole = self._below_limit(most + self.kind.writes(wanted)) <= room
+                count = wanted if whole else self.kind.fits(wanted, room - most)
+                if count < 1 or not self._reserve([(state, self._below_limit(most + self.kind.writes(count)))]):
                     self.metrics.refusals["pool_exhausted"] += count < 1
                     count = 0
                 counts.append(count)
@@ -120,7 +123,7 @@ class DeviceMethods(Memory):
             if not n or not columns:
                 return True
             held = [len(state.lease.blocks) for state in mine]
-            if not self._reserve([(state, _most_rows(state, self.kind)) for state in mine]):
+            if not self._reserve([(state, self._below_limit(_most_rows(state, self.kind))) for state in mine]):
                 return False
             try:
                 self._device.catch_up(tokens, hiddens, mine, accepted, first)

@@ -16,6 +16,11 @@ class Memory(Checks):
     pool: BlockPool
     metrics: Metrics
 
+    def _below_limit(self, rows: int) -> int:
+        """So many rows, or as many as a sequence can have: each is of a position of its own below the limit, scratch too."""
+        limit = self.runner.max_position
+        return rows if limit is None else min(rows, limit)
+
     def _reserve(self, needs: Sequence[tuple[MtpProposerState, int]]) -> bool:
         """Blocks for so many rows of each: all or, counted and returning False, none."""
         if not self.pool.grow([(state.lease, rows) for state, rows in needs]):

@@ -21,6 +21,7 @@ import torch
 
 from circuitgraph.checkpoint.packed import dequantised
 from circuitgraph.circuit.ir import Circuit, Input, State
+from circuitgraph.circuit.restrict import VOCABULARY
 from circuitgraph.circuit.types import TensorType
 from circuitgraph.errors import Fault, RuntimeUseError
 from circuitgraph.interpreter import interpret
@@ -246,6 +247,7 @@ class DraftRunner(abc.ABC):
         Raises:
             RuntimeUseError: the drafter's config names others than there are, or another number of them.
         """
+        whole(target_layers, "target_layers", self.circuit.name, least=1, message="is no number of layers")
         if self.hidden_layers == 1:
             return ()
         ids = tuple(int(layer) for layer in str(dict(self.circuit.facts).get("hidden_layers", "")).split())
@@ -272,7 +274,14 @@ class DraftRunner(abc.ABC):
     @cached_property
     def vocab_size(self) -> int:
         """Token ids below this can be fed: rows of the drafter's embedding, or, where it has none, what it scores."""
-        return int(self._embedding.shape[0]) if self._embedding else self._columns("logits")
+        if self._embedding:
+            return int(self._embedding.shape[0])
+        said = dict(self.circuit.facts).get(VOCABULARY)
+        return self._unsaid_vocab() if said is None else int(said)
+
+    def _unsaid_vocab(self) -> int:
+        """The vocabulary of a drafter without an embedding whose head nobody restricted."""
+        return self._columns("logits")
 
     @cached_property
     def embed_size(self) -> int | None:
@@ -449,6 +458,9 @@ class DraftRunner(abc.ABC):
         slots: torch.Tensor,
     ) -> torch.Tensor:
         """As `chain`, of a drafter whose drafts come all at once: act[n, steps, V], of which `pick` takes what masks allow."""
+        if not self.kind.at_once:
+            hint = "Take `logits` of each step."
+            raise RuntimeUseError(Fault("drafts step by step", where=self.circuit.name, subject="scores", hint=hint))
         return self._at_once("logits", steps, token, hidden, position, kv, slots)["logits"]
 
     @no_autograd()
@@ -469,8 +481,9 @@ class DraftRunner(abc.ABC):
     def _at_once(self, entry: str, steps: int, token, hidden, position, kv: Caches, slots) -> dict[str, torch.Tensor]:
         """Outputs [n, steps, ...] of an entry that gives all drafts, or of as many as it gives."""
         kind = self.kind
+        self._check_steps(steps)
         if isinstance(kind, Heads):
-            self._check_hidden(hidden, hidden.shape[0])
+            self._check_lone_hidden(hidden)
             made = self._run(entry, {self._target.name: hidden}, {})
             return {name: value[:, :steps] for name, value in made.items()}
         assert isinstance(kind, Block), "a drafter that is no chain"
@@ -559,6 +572,21 @@ class DraftRunner(abc.ABC):
             fault = Fault("does not fit", where=self.circuit.name, subject="hidden", expected=expected, got=shown(hidden))
             raise RuntimeUseError(fault)
 
+    def _check_lone_hidden(self, hidden: torch.Tensor) -> None:
+        """Of a drafter that takes nothing else, so that they say how many rows there are."""
+        n = hidden.shape[0] if isinstance(hidden, torch.Tensor) and hidden.dim() == 2 else 0
+        if n < 1:
+            expected = f"float[n, {self.hidden_size}], n 1 or more"
+            fault = Fault(
+                "needs at least one row", where=self.circuit.name, subject="hidden", expected=expected, got=shown(hidden)
+            )
+            raise RuntimeUseError(fault)
+        self._check_hidden(hidden, n)
+
+    def _check_steps(self, steps: Any) -> None:
+        if not is_whole(steps) or steps < 1:
+            raise RuntimeUseError(Fault("a chain has at least one step", where=self.circuit.name, got=shown(steps)))
+
     def _check_allowed(self, allowed: torch.Tensor | None, n: int, *, needed: bool = False) -> None:
         if allowed is None and not needed:
             return
@@ -645,8 +673,7 @@ class DraftRunner(abc.ABC):
         self, steps: int, n: int, position: torch.Tensor, slots: torch.Tensor, kv: Caches = MappingProxyType({})
     ) -> bool:
         """Whether rows may stop before the end: known for host tensors, assumed for device ones, which are not looked at."""
-        if not is_whole(steps) or steps < 1:
-            raise RuntimeUseError(Fault("a chain has at least one step", where=self.circuit.name, got=shown(steps)))
+        self._check_steps(steps)
         self._check_tensor("slots", slots, (steps, n))
         self._check_tensor("position", position, (n,))
         if slots.device.type != "cpu":

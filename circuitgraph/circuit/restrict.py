@@ -17,6 +17,9 @@ from .types import StateType, TensorType
 OFFSETS = "draft_offsets"
 """The weight that maps: target id minus own id, for each own id."""
 
+VOCABULARY = "vocab_size"
+"""The fact that says how many tokens the target has, where neither an embedding nor the restricted head does."""
+
 CHOOSERS = ("top1", "masked_top1")
 
 
@@ -44,7 +47,11 @@ def restrict_vocabulary(circuit: Circuit, ids: Sequence[int]) -> tuple[Circuit, 
     masks: dict[str, str] = {}
     for node in circuit.nodes:
         nodes += _mapped(circuit, node, masks) if mapped and node.op in CHOOSERS else [node]
-    return _retyped(replace(circuit, weights=tuple(weights), nodes=tuple(nodes))), cut
+    facts = circuit.facts
+    if not any(node.op == "embed" for node in circuit.nodes):
+        size_before = max(int(circuit.types[node.inputs[1]].shape[0]) for node in heads.values())  # type: ignore[union-attr]
+        facts = tuple({VOCABULARY: size_before, **dict(facts)}.items())
+    return _retyped(replace(circuit, weights=tuple(weights), nodes=tuple(nodes), facts=facts)), cut
 
 
 def offsets_of(ids: Sequence[int]) -> list[int]:

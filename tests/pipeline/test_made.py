@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,10 @@ from circuitgraph.artifact import read_artifact
 from circuitgraph.checkpoint import bind
 from circuitgraph.checkpoint.quantise import FORMATS, quantise
 from circuitgraph.checkpoint.vocabulary import draft_vocabulary
-from circuitgraph.circuit.restrict import OFFSETS, restrict_vocabulary
+from circuitgraph.circuit.restrict import OFFSETS, VOCABULARY, restrict_vocabulary
 from circuitgraph.errors import CheckpointError, CircuitError, RuntimeUseError, ScheduleError
 from circuitgraph.measure.verify import verify
-from circuitgraph.runtime import ReferenceRunner, load
+from circuitgraph.runtime import BlockPool, CompiledRunner, MtpProposer, ReferenceRunner, load
 from tests.circuits import random_cache, random_inputs, small_mtp
 from tests.fixture_cases import FIXTURES
 
@@ -107,8 +108,27 @@ def test_the_hosts_own_tensor_does_not_replace_a_copy(mixed) -> None:
     head = load_file(MODEL / "target" / "model.safetensors")["lm_head.weight"]
     with pytest.raises(RuntimeUseError) as caught:
         load(out, model=MODEL, weights={"lm_head": head})
-    assert "lm_head: does not fit; expected contiguous u8[512, 32] on cpu; got bf16[512, 64] on cpu" in str(caught.value)
+    assert "lm_head: is given in part; expected lm_head, lm_head.scales, lm_head.whole, or none of them" in str(caught.value)
     assert "The program reads this weight as nvfp4" in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["layer.attn.q_proj", "layer.attn.q_proj.scales"])
+def test_parts_of_a_quantised_weight_are_not_taken_alone(mixed, part: str) -> None:
+    """Values of one quantisation mean nothing under the scales of another: no shape tells them apart."""
+    out, _ = mixed
+    options = {"model": MODEL, "target_model": MODEL / "target"}
+    runner = load(out, **options)
+    before = dict(runner.weights)
+    other = {name: tensor.clone() for name, tensor in before.items() if name.startswith("layer.attn.q_proj")}
+    assert set(other) == {"layer.attn.q_proj", "layer.attn.q_proj.scales"}
+    told = r"layer.attn.q_proj: is given in part; expected layer.attn.q_proj, layer.attn.q_proj.scales, or none of them"
+    for give in (lambda: load(out, weights={part: other[part]}, **options), lambda: runner.rebind({part: other[part]})):
+        with pytest.raises(RuntimeUseError, match=told):
+            give()
+    assert all(runner.weights[name] is before[name] for name in before)
+    runner.rebind(other)
+    assert load(out, weights=other, **options).weights[part] is other[part]
+    assert runner.weights[part] is other[part]
 
 
 def test_bound_and_loaded_weights_are_the_same(mixed) -> None:
@@ -427,6 +447,34 @@ def test_heads_that_cannot_be_restricted() -> None:
         restrict_vocabulary(eagle, (0, 1))
     with pytest.raises(CircuitError, match=r"no ids of its vocabulary; expected 0 to 130; got 2 of 0 to 131"):
         restrict_vocabulary(small_mtp(), (0, 131))
+
+
+@pytest.mark.parametrize("ids", [range(40), (1, 4, 6, 33, 70)], ids=["first", "some"])
+def test_a_restricted_head_without_an_embedding_still_takes_the_targets_tokens(tmp_path: Path, ids) -> None:
+    """Interpreted as compiled: tokens and masks are the target's, whatever rows the head has left."""
+    folder = FIXTURES / "medusa1"
+    options = {"model": folder, "target_model": folder / "target"}
+    circuitgraph.compile("auto", **options, out=tmp_path / "a", widths=(1,), draft_vocab=list(ids), entries=("draft", "logits"))
+    runner = load(tmp_path / "a", **options)
+    reference = ReferenceRunner(runner.circuit, runner.weights)
+    whole = bind("auto", **options).circuit
+    size = ReferenceRunner(whole, bind("auto", **options).load_weights()).vocab_size
+    assert VOCABULARY not in dict(whole.facts)
+    assert dict(runner.circuit.facts)[VOCABULARY] == size > len(ids)
+    assert (reference.vocab_size, reference.mask_words) == (runner.vocab_size, runner.mask_words) == (size, -(-size // 32))
+    hidden = torch.randn(1, runner.hidden_size, generator=torch.Generator().manual_seed(1))
+    none = torch.zeros(1, dtype=torch.int32)
+    allowed = torch.zeros(1, reference.mask_words, dtype=torch.int32)
+    allowed[0, 33 // 32] |= 1 << (33 % 32)
+    for each in (reference, runner):
+        scores = each.scores(1, none, hidden, none, {}, none[None, :0])
+        assert each.pick(scores[:, 0], allowed)[0].tolist() == [33]
+    proposer = MtpProposer(reference, BlockPool(reference.circuit, memory_bytes=1))
+    state = proposer.alloc_state()
+    assert max(proposer.propose(size - 1, hidden[0], 3, 2, state)) in ids, "the newest token is none that the head scores"
+    old = replace(runner.manifest, circuit=replace(runner.circuit, facts=whole.facts))
+    functions = {function.symbol: print for function in old.functions.values()}
+    assert CompiledRunner(old, functions, runner.weights).vocab_size == size, "artifacts of before the circuit said it"
 
 
 def test_several_heads_share_the_map() -> None:

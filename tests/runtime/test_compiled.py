@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from dataclasses import replace
 from itertools import combinations_with_replacement
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from circuitgraph.errors import ArtifactError, RuntimeUseError
-from circuitgraph.runtime import CompiledRunner
+from circuitgraph.runtime import BlockPool, CompiledRunner, MtpProposer
 from circuitgraph.runtime import compiled as compiled_module
 from circuitgraph.runtime.cover import cover
 from tests.runtime.helpers import InterpretedLibrary, Script, drafter, manifest_of, oracle, proposer_of
@@ -324,3 +326,45 @@ def test_a_program_that_does_not_say_its_hidden_is_refused():
     silent = replace(circuit, inputs=tuple(replace(item, source="") for item in circuit.inputs))
     with pytest.raises(RuntimeUseError, match="hidden: the program does not say its source"):
         ReferenceRunner(silent, drafter().weights).hidden_source  # noqa: B018
+
+
+def test_a_runner_lets_go_of_a_pool_that_is_gone():
+    """The caches of the last call, and the views of them that are handed to functions, are let go with the pool they are of:
+    gigabytes, on a GPU. Another pool's stay."""
+    runner, _ = compiled()
+    script, want = Script(0), oracle(drafter(), Script(0), 6, 3)
+
+    def drafted(proposer):
+        state = prefilled(proposer, script, 6)
+        return proposer.propose(script.tokens[6], script.hiddens[5], 6, 3, state)
+
+    def addresses():
+        return {cache.k.data_ptr() for program in runner._programs.values() for cache in program._last.values()}
+
+    gone, kept = (MtpProposer(runner, BlockPool(runner.circuit, blocks=8)) for _ in range(2))
+    storage = [weakref.ref(part) for pair in gone.pool.storage.values() for part in pair]
+    assert drafted(kept) == drafted(gone) == want
+    assert all(part() is not None for part in storage)
+    del gone
+    gc.collect()
+    assert all(part() is None for part in storage)
+    assert not addresses(), "the pool that is gone was the last that programs ran with"
+    assert drafted(kept) == want, "what was let go is brought again"
+    other = MtpProposer(runner, BlockPool(runner.circuit, blocks=8))
+    del other
+    gc.collect()
+    assert addresses() == {kept.pool.storage["kv"][0].data_ptr()}, "and what is in use stays"
+    assert drafted(kept) == want
+
+
+def test_a_chain_has_no_scores_of_all_drafts():
+    runner, one = compiled()[0], torch.ones(1, dtype=torch.int32)
+    with pytest.raises(RuntimeUseError, match="scores: drafts step by step"):
+        runner.scores(2, one, torch.zeros(1, runner.hidden_size), one, {}, one[None])
+
+
+def test_a_pool_outlives_a_runner_that_it_was_used_by():
+    pool = BlockPool(drafter().circuit, blocks=8)
+    told = compiled()[0].release(pool.storage)
+    gc.collect()
+    told()

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from circuitgraph.checkpoint import bind
+from circuitgraph.circuit.ir import Node
 from circuitgraph.errors import RuntimeUseError
+from circuitgraph.ops import PagedKV
 from circuitgraph.runtime import DEFERRED, BlockPool, ReferenceRunner, load, own_ids
+from circuitgraph.runtime.kinds import Block, Heads
 from tests.fixture_cases import FIXTURES, fixture_tensors, target_of
 from tests.runtime.audited import Audited
 from tests.runtime.dense import dense_of
@@ -230,6 +233,33 @@ def test_a_block_ends_at_the_position_limit(left: int) -> None:
         assert proposer.metrics.refusals == {"position_limit": 1}
 
 
+@pytest.mark.parametrize(("name", "left"), [("dflash_qwen3", 2), ("dflash_qwen3", 3), ("dflash_qwen3", 9), ("eagle1_llama", 3)])
+def test_what_the_position_limit_promises_is_enough_on_the_device(name: str, left: int) -> None:
+    """The pool is full of promises: every row below the limit is this sequence's, and none beyond it. Block rows and upper
+    bounds of what was accepted reach over the limit, and need no memory there."""
+    text = golden(name).one
+    limit = len(text.tokens) - 1 + left
+    runner = reference(name, limit)
+    block = next(size for size in (4, 3, 2, 1) if limit % size == 0)
+    proposer = Audited(runner, BlockPool(runner.circuit, blocks=limit // block, block_size=block))
+    state = proposer.alloc_state_for(10 * limit)
+    fed = len(text.tokens) - 1
+    proposer.prefill_drafter(text.tokens[:fed], text.hiddens[: fed - 1], state)
+    alone = Audited(runner, BlockPool(runner.circuit, blocks=64, block_size=block))
+    want = propose(alone, [text], [prefilled(alone, text)], 7)[0][0]
+    assert want
+    out = torch.zeros(1, 7, dtype=torch.int32)
+    token, at = torch.tensor(text.tokens[-1:], dtype=torch.int32), torch.tensor([fed], dtype=torch.int32)
+    proposer.propose_batch(token, text.hiddens[fed - 1 : fed], at, 7, [state], out=out)
+    assert out[0].tolist() == want + [-1] * (7 - len(want))
+    twice = text.hiddens[None, fed - 1 : fed].repeat(1, 2, 1)
+    assert proposer.catchup_accepted(torch.stack([token, token], 1), twice, [state], at * 0)
+    out.zero_()
+    proposer.propose_batch(token, text.hiddens[fed - 1 : fed], at + 1, 7, [state], accepted=at * 0, out=out)
+    assert (out[0, 0] >= 0) == (left > (2 if name == "dflash_qwen3" else 1)), "upper bounds do not reach over the limit, either"
+    assert not proposer.metrics.refusals
+
+
 def test_a_smaller_block_drafts_other_tokens() -> None:
     """Case b: rows of a block see each other. So the size is the program's, and not what is asked for."""
     whole, want, text = reference("dflash_qwen3"), fixture_tensors("dflash_qwen3"), golden("dflash_qwen3").one
@@ -264,6 +294,64 @@ def test_a_budget_holds_a_block_behind_the_last_token() -> None:
     assert proposer.prefill_drafter(list(range(7)), rows[:6], other) == 6
     proposer.prefill_drafter(text.tokens[:13], text.hiddens[:12], state)
     assert propose(proposer, [text], [state], 7)[0] == [text.drafts]
+
+
+def medusa_of(heads: int) -> ReferenceRunner:
+    """The golden drafter's first heads alone, with the same facts, dtypes and states."""
+    whole = reference("medusa1")
+
+    def fewer(node: Node) -> Node:
+        if node.op not in ("columns", "cat", "heads"):
+            return node
+        (made,) = node.outputs
+        n, columns, *rest = made.type.shape  # type: ignore[union-attr]
+        shape = (n, columns * heads // 4, *rest)
+        outputs = (replace(made, type=replace(made.type, shape=shape)),)
+        attrs = (("count", heads),) if node.op == "heads" else node.attrs
+        return replace(node, inputs=node.inputs[:heads], outputs=outputs, attrs=attrs)
+
+    circuit = whole.circuit
+    return ReferenceRunner(replace(circuit, nodes=tuple(map(fewer, circuit.nodes))), whole.weights)
+
+
+def test_another_forward_has_as_many_heads() -> None:
+    """States cannot tell them apart, there are none; drafts that no head makes would be -1, which is no token."""
+    proposer, text = proposer_for("medusa1"), golden("medusa1").one
+    fewer = medusa_of(2)
+    assert fewer.kind == Heads(2)
+    with pytest.raises(
+        RuntimeUseError, match=r"runner's kind: drafts in another way; expected Heads\(heads=4\); got Heads\(heads=2\)"
+    ):
+        proposer.set_circuit_draft(fewer)
+    own = proposer.runner
+    for what in ("vocab_size", "hidden_size"):
+        other = ReferenceRunner(own.circuit, own.weights)
+        other.__dict__[what] = 96
+        with pytest.raises(RuntimeUseError, match=f"runner's {what}: drafts in another way"):
+            proposer.set_circuit_draft(other)
+    assert proposer.runner is own
+    proposer.set_circuit_draft(medusa_of(4))
+    assert propose(proposer, [text], [prefilled(proposer, text)], 4)[0] == [text.drafts]
+
+
+@pytest.mark.parametrize("kind", ["reference", "compiled"])
+@pytest.mark.parametrize("name", ["medusa1", "dflash_qwen3"])
+def test_what_a_call_for_all_drafts_at_once_refuses(name: str, kind: str) -> None:
+    runner = RUNNERS[kind](name)
+    one, hidden = torch.zeros(1, dtype=torch.int32), torch.zeros(1, runner.hidden_size)
+    slots, kv = one[None, :0], {}
+    if isinstance(runner.kind, Block):
+        pool = BlockPool(runner.circuit, blocks=4, block_size=4)
+        kv = {"kv": PagedKV(*pool.storage["kv"], one, one, torch.arange(4, dtype=torch.int32)[None], one, one + 1)}
+        slots = torch.arange(1 + runner.kind.gamma, dtype=torch.int32)[:, None]
+    for call in (runner.chain, runner.scores):
+        for steps in (-1, 0, True, 2.0, "2", None):
+            with pytest.raises(RuntimeUseError, match="a chain has at least one step"):
+                call(steps, one, hidden, one + 1, kv, slots)
+        for odd in (None, "x", 1.5, [[0.0]], hidden[0], hidden[:0], torch.tensor(1.0), hidden.int(), hidden[:, :5]):
+            with pytest.raises(RuntimeUseError, match=r"hidden: (does not fit|needs at least one row)"):
+                call(2, one, odd, one + 1, kv, slots)
+        call(2, one, hidden, one + 1, kv, slots)
 
 
 def test_heads_take_no_memory_and_nothing_to_keep_up() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +14,10 @@ import torch
 
 from circuitgraph.runtime import ReferenceRunner
 from circuitgraph.runtime.cuda import _Chain
-from circuitgraph.runtime.runner import ChainRows
+from circuitgraph.runtime.runner import ChainRows, DraftRunner
+from circuitgraph.runtime.state import Entry, History
 from tests.runtime.helpers import Script, drafter, oracle, proposer_of
-from tests.runtime.test_proposer import prefilled, snapshot
+from tests.runtime.test_proposer import prefilled, propose, snapshot
 
 
 def kept(taken):
@@ -50,36 +55,91 @@ def test_an_interrupted_wait_leaves_states_and_ledger():
     assert proposer.propose_batch(*arguments) == [oracle(drafter(), script, 6, 4) for script in scripts]
 
 
-def test_an_interrupt_between_any_two_lines_of_the_bookkeeping_is_taken_back(monkeypatch):
-    """`Entry.make` runs while the device drafts; each of its calls is interrupted in turn."""
-    from circuitgraph.runtime.state import History
+def test_an_interrupt_between_any_two_lines_of_the_bookkeeping_is_taken_back():
+    """`Entry.make` runs while the device drafts. It is interrupted before each line of its own, and of what it calls in
+    `state`, in turn: among them those between a sequence's steps, and those of a sequence without rows, which asks for the
+    model's digest."""
+    stop, seen = 0, set()
+    while True:
+        proposer, scripts = proposer_of(block_size=1, blocks=200), [Script(0), Script(1), Script(2)]
+        states = [prefilled(proposer, scripts[0], 6), proposer.alloc_state(), prefilled(proposer, scripts[2], 6)]
+        # Two of four drafts were accepted, and the next token is told to be another one: what the text said of it goes.
+        propose(proposer, scripts[2], 6, 4, states[2])
+        proposer.after_verify(2, states[2])
+        before = snapshot(proposer, *states)
+        models = [state.model for state in states]
+        positions = [6, 3, 7]
+        tokens = [s.tokens[at] for s, at in zip(scripts, positions, strict=True)]
+        hiddens = [s.hiddens[at - 1] for s, at in zip(scripts, positions, strict=True)]
+        with interrupt(stop) as lines:
+            try:
+                proposer.propose_batch(tokens, hiddens, positions, 4, states)
+                interrupted = False
+            except KeyboardInterrupt:
+                interrupted = True
+        seen.update(lines)
+        if not interrupted:
+            break
+        assert kept(before) == kept(snapshot(proposer, *states)), lines[-1]
+        assert [state.model for state in states] == models, lines[-1]
+        assert proposer.metrics.skipped_rows == 0
+        stop += 1
+    assert stop == len(lines), "every line was the last one once"
+    assert {name for name, _ in seen} >= {"make", "read", "model_digest"}
+    assert all(state.model for state in states)
+    assert proposer.drafter_rows(states[1]) == 4
 
-    for stop in range(6):
-        proposer, scripts = proposer_of(block_size=1, blocks=200), [Script(0), Script(1)]
-        states = [prefilled(proposer, script, 6) for script in scripts]
-        before, calls, read, keep = snapshot(proposer, *states), [], History.read, proposer.runner.model_digest
 
-        def counted(original, calls=calls, stop=stop):
-            def call(*args):
-                calls.append(original)
-                if len(calls) == stop + 1:
-                    raise KeyboardInterrupt
-                return original(*args)
+@contextmanager
+def interrupt(stop: int) -> Iterator[list[tuple[str, int]]]:
+    """Ctrl-C before line number `stop` that runs in `Entry.make`, or in what it calls there; gives those that ran."""
+    lines: list[tuple[str, int]] = []
+    inside = []
 
-            return call
+    def each_call(frame, event, arg):
+        if frame.f_code is Entry.make.__code__:
+            inside.append(frame)
+        called = frame.f_code in (History.read.__code__, DraftRunner.model_digest.__code__)
+        return each_line if frame.f_code is Entry.make.__code__ or (called and inside) else None
 
-        monkeypatch.setattr(History, "read", counted(read))
-        monkeypatch.setattr(proposer.runner, "model_digest", counted(keep))
-        arguments = [s.tokens[6] for s in scripts], [s.hiddens[5] for s in scripts], [6, 6], 4, states
-        if stop < 2:
-            with pytest.raises(KeyboardInterrupt):
-                proposer.propose_batch(*arguments)
-            monkeypatch.undo()
-            assert kept(before) == kept(snapshot(proposer, *states)), stop
-        else:
-            proposer.propose_batch(*arguments)
-            monkeypatch.undo()
-            assert len(calls) == 2, "both sequences were read, and both have rows, so no digest was taken"
+    def each_line(frame, event, arg):
+        if event == "line":
+            lines.append((frame.f_code.co_name, frame.f_lineno))
+            if len(lines) == stop + 1:
+                raise KeyboardInterrupt
+        elif event == "return" and frame.f_code is Entry.make.__code__:
+            inside.clear()
+        return each_line
+
+    before = sys.gettrace()
+    sys.settrace(each_call)
+    try:
+        yield lines
+    finally:
+        sys.settrace(before)
+
+
+def test_an_interrupt_while_a_lock_is_awaited_leaves_the_other_free():
+    """Ctrl-C while another proposer's call has the runner: this one's lock must not stay taken, or nobody else gets in."""
+    proposer, script = proposer_of(), Script(0)
+    state = prefilled(proposer, script, 6)
+    runner = proposer.runner
+    lock = runner.lock
+
+    def interrupted_wait():
+        raise KeyboardInterrupt
+
+    runner.lock = SimpleNamespace(acquire=interrupted_wait, release=lock.release)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            proposer.drafter_rows(state)
+    finally:
+        runner.lock = lock
+    rows: list[int] = []
+    other = threading.Thread(target=lambda: rows.append(proposer.drafter_rows(state)), daemon=True)
+    other.start()
+    other.join(5)
+    assert rows == [5]
 
 
 def chain_of(steps: int, n: int, launched: list[list[int]]) -> _Chain:

@@ -204,6 +204,7 @@ def runner_calls(runner: Any) -> dict[str, Call]:
         "chain": (runner.chain, {**rows, "steps": 2, "slots": slots, "allowed": None}, {**doubles, "allowed": "None"}),
         "check_storage": (runner.check_storage, {"storage": {state.name: (k, v)}}, {}),
         "model_digest": (runner.model_digest, {}, {}),
+        "hidden_layer_ids": (runner.hidden_layer_ids, {"target_layers": 9}, {"target_layers": "2**70"}),
         "embed": (runner.embed, {"token": one, "out": torch.zeros(runner.embed_size)}, {}),
     }
     return calls
@@ -315,7 +316,9 @@ ELSEWHERE = {
     "Metrics", "MtpProposerState", "PoolExhausted", "ProposerState",
 }  # fmt: skip
 """Names of values, of what the runtime makes itself, and of interfaces, whose implementations are here."""
-INTERNAL = {"claim", "start_chain", "place_chain", "place_accepted", "release", "slots", "slots_of", "used_by"}
+INTERNAL = {
+    "claim", "pick", "place_accepted", "place_chain", "release", "scores", "slots", "slots_of", "start_chain", "used_by",
+}  # fmt: skip
 """Methods that a proposer calls and a server does not: what they are given has been looked at."""
 
 
