@@ -127,6 +127,7 @@ def compile(
     widths: Sequence[int] = DEFAULT_WIDTHS,
     context_rows: Sequence[int] = DEFAULT_CONTEXT_ROWS,
     entries: Sequence[str] | None = None,
+    also: Sequence[str] = (),
     family: str | None = None,
     target_model: str | Path | None = None,
     switches: Mapping[str, Any] | None = None,
@@ -151,7 +152,7 @@ def compile(
         target: `cpu`, `cpu:portable`, `cpu:<mcpu>`, or `cuda:` and GPU architectures: `cuda:sm_90a`, `cuda:sm_80,sm_90a`.
         widths: numbers of sequences to compile for; 1 is always added. A block drafter's programs have a block for each.
         context_rows: chunk sizes for prefill and catch-up. Neither numbers exceed MAX_ROWS.
-        entries: which entries; by default all that are not `on_request`.
+        entries: which entries; by default all that are not `on_request`, and of those the ones named in `also`.
         target_model: checkpoint folder of the target, where embed_tokens and lm_head are borrowed from.
         family: a family's name or YAML path; recognised from the config when left out.
         switches: overrides of the family's switches.
@@ -187,7 +188,7 @@ def compile(
     name = bound.circuit.name
     if stop_after in ("load", "resolve", "check"):
         return CompileResult(None, bound.circuit, (), run.seconds, report=bound.report)
-    pieces = work_list(bound.circuit, entries, widths, context_rows)
+    pieces = work_list(bound.circuit, entries, widths, context_rows, also)
     targets = parse_targets(target)
     rules = load_schedule(targets[0].kind, Path(schedule_file) if schedule_file else None)
     bound = _readable(bound, pieces, targets, rules, set(quantize or ()))
@@ -281,9 +282,15 @@ def bind_program(run: Run, program, model, family, target_model, switches, act, 
 
 
 def work_list(
-    circuit: Circuit, entries: Sequence[str] | None, widths: Sequence[int], context_rows: Sequence[int]
+    circuit: Circuit,
+    entries: Sequence[str] | None,
+    widths: Sequence[int],
+    context_rows: Sequence[int],
+    also: Sequence[str] = (),
 ) -> list[tuple[str, int]]:
     """(entry, rows) of every program to compile, single-row programs of sequence entries included.
+
+    entries, also: as of `compile`.
 
     Raises:
         CircuitError: no entry or one that does not exist, a number of rows that is none from 1 to MAX_ROWS, or no
@@ -292,9 +299,8 @@ def work_list(
     known = {entry.name: entry for entry in circuit.entries}
     if isinstance(entries, str):
         raise CircuitError(Fault("entries is a list of names", where=circuit.name, got=repr(entries)))
-    wanted = (
-        [entry.name for entry in circuit.entries if not entry.on_request] if entries is None else list(dict.fromkeys(entries))
-    )
+    usual = [entry.name for entry in circuit.entries if not entry.on_request] if entries is None else entries
+    wanted = list(dict.fromkeys((*usual, *also)))
     faults = [
         Fault(f"no entry '{name}'", where=circuit.name, hint=did_you_mean(str(name), known))
         for name in wanted

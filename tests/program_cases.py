@@ -1,4 +1,4 @@
-"""Golden cases of programs that no runner drives: DFlash, EAGLE-3 and Medusa-1, on anything that runs an entry by name."""
+"""Golden cases of programs that are not MTP heads: DFlash, EAGLE-3 and Medusa-1, on anything that runs an entry by name."""
 
 from __future__ import annotations
 

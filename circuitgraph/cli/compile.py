@@ -12,9 +12,6 @@ from .common import notes, out, parse_formats, parse_switches, parse_widths, pri
 from .options import AsJson, Family, FloatType, Model, PipelineStage, Program, ScheduleFile, Switches, Target, TargetModel
 from .progress import CompileProgress, bar
 
-DEFAULT_ENTRIES = ("draft", "context")
-"""What every shipped program is compiled for when nothing else is said."""
-
 
 def compile_(
     program: Program,
@@ -93,7 +90,6 @@ def compile_(
         raise typer.BadParameter("say where the artifact goes", param_hint="'-o'")
     if portable and target != "cpu":
         raise typer.BadParameter(f"goes with --target cpu, not with '{target}'", param_hint="'--portable'")
-    entries = [*DEFAULT_ENTRIES, *extra] if extra else None
     rows, chunks = parse_widths(widths), parse_widths(context_rows, "'--context-rows'")
     chosen, formats = parse_switches(switches or []), parse_formats(quantize or [])
 
@@ -120,7 +116,7 @@ def compile_(
             target="cpu:portable" if portable else target,
             widths=rows,
             context_rows=chunks,
-            entries=entries,
+            also=extra or (),
             family=family,
             target_model=target_model,
             switches=chosen,
@@ -134,7 +130,9 @@ def compile_(
             overwrite=overwrite,
             dump=dump,
             stop_after=stop_after,
-            observer=CompileProgress(report, lambda circuit: len(work_list(circuit, entries, rows, chunks)), len(targets)),
+            observer=CompileProgress(
+                report, lambda circuit: len(work_list(circuit, None, rows, chunks, extra or ())), len(targets)
+            ),
         )
     if as_json:
         print_json(_record(result))

@@ -71,6 +71,14 @@ def test_compile_with_an_entry_on_request(run, config_file):
     assert [(p["entry"], p["rows"]) for p in programs] == [("draft", 1), ("context", 4), ("draft_masked", 1)]
 
 
+def test_entries_on_request_come_beside_all_that_a_program_has(run):
+    """EAGLE-3 starts with an entry of its own."""
+    options = ("--widths", "1", "--context-rows", "4", "--stop-after", "place", "--with", "first_masked", "--json")
+    result = run("compile", "auto", "--model", str(FIXTURES / "eagle3_llama"), *options)
+    assert result.exit_code == 0, result.stderr
+    assert {"first", "draft", "context", "first_masked"} == {p["entry"] for p in json.loads(result.stdout)["programs"]}
+
+
 def test_compile_stops_where_asked_and_writes_nothing(run, config_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run("compile", "mtp_dense", "--model", config_file, "--stop-after", "place", "--json")

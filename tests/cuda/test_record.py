@@ -85,6 +85,8 @@ def test_tests_are_named_as_pytest_names_them(all_passed):
         "test_sanitizer.py::test_sanitizer_finds_nothing[odd_bf16-racecheck]",
         "test_sanitizer.py::test_sanitizer_finds_nothing[narrow_bf16-memcheck]",
         "test_lifecycle.py::test_random_interleavings[exact]",
+        "test_families.py::test_random_interleavings[direct_fixture_eagle3_llama]",
+        "test_direct.py::test_a_wrong_weight_is_seen[direct_fixture_eagle3_llama-first_masked_3]",
         "test_measure.py::test_times_leave_the_launch_out",
     ):
         assert test in all_passed
@@ -102,6 +104,7 @@ def test_what_passed_is_recorded(all_passed):
     [
         ("test_lifecycle.py::test_random_interleavings[seed]", "lifecycle_f32"),
         ("test_lifecycle.py::test_the_device_form_never_waits", "lifecycle_f32"),
+        ("test_families.py::test_golden_drafts[direct_fixture_medusa1]", "direct_fixture_medusa1"),
         ("test_programs.py::test_long_contexts[odd_f32-32768]", "odd_f32"),
         ("test_sanitizer.py::test_sanitizer_finds_nothing[narrow_bf16-racecheck]", "narrow_bf16"),
         ("test_programs.py::test_program_computes_what_the_circuit_means[more_bf16-context_200-0]", "more_bf16"),

@@ -1,4 +1,4 @@
-"""Programs that no runner drives, called as they are: the functions of an artifact by entry."""
+"""Programs without their runner, called as they are: the functions of an artifact by entry."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ SMALL = ("odd_bf16", "narrow_bf16")
 """Artifacts that NVIDIA's sanitizer gets to see: it takes a hundred times as long."""
 
 ALONE = {"product": "products_", "mixture": "mixture_", "direct": "direct_"}
-"""What the names of artifacts begin with that no runner drives: some products, the FFN of a mixture of experts, and drafters
-whose functions are called as they are."""
+"""What the names of artifacts begin with that the tests of runners leave out: some products, the FFN of a mixture of experts, and
+what is called function by function. Of the latter, tests that name them drive the fixtures' drafters through the proposer."""
 
 LIFECYCLE = "lifecycle_f32"
 
@@ -35,7 +35,7 @@ MAY_SKIP = {
 def units(fixture: str, name: str, functions: Functions) -> list[tuple[str, tuple[Any, ...]]]:
     """(id, values after the artifact's folder) of what `fixture` stands for with one artifact: `artifact` itself, only a
     `golden` or `small` one, every `program`, or every way to `call` it; of those that are no drafters, every `product` or
-    `mixture`, of those that no runner drives, every `direct` program."""
+    `mixture`, of those that are called function by function, every `direct` program."""
     alone = next((kind for kind, start in ALONE.items() if name.startswith(start)), None)
     if alone != (fixture if fixture in ALONE else None):
         return []

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.fixture_cases import fixture_tensors
+from tests.runtime.audited import Audited
 
 
 @dataclass(frozen=True)
@@ -52,3 +53,28 @@ def golden(name: str) -> Golden:
     more = torch.tensor([*one.drafts[:2], int(want["d.bonus"])])
     after = text(torch.cat([tokens, more]), torch.cat([hiddens, want[f"d.{of}"]]), want["d.draft_tokens"], want["d.draft_logits"])
     return Golden(one, three, after)
+
+
+def prefilled(proposer: Audited, text: Text, chunk: int = 99):
+    """The state of a sequence whose newest hidden and token are left to the propose."""
+    state, fed = proposer.alloc_state(), len(text.tokens) - 1
+    hiddens = text.hiddens.to(proposer.runner.device)
+    for first in range(0, fed - 1, chunk):
+        last = min(first + chunk, fed - 1)
+        proposer.prefill_drafter(text.tokens[first : last + 1], hiddens[first:last], state, first_pos=first)
+    return state
+
+
+def propose(proposer: Audited, texts: list[Text], states: list, num_drafts: int) -> tuple[list[list[int]], list[list[float]]]:
+    """(drafts, their log-probabilities) after each text."""
+    scores: list[list[float]] = []
+    drafts = proposer.propose_batch(
+        [text.tokens[-1] for text in texts],
+        [text.hiddens[len(text.tokens) - 2].to(proposer.runner.device) for text in texts],
+        [len(text.tokens) - 1 for text in texts],
+        num_drafts,
+        states,
+        out_confidence=scores,
+    )
+    assert isinstance(drafts, list)
+    return drafts, scores

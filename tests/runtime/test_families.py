@@ -14,7 +14,7 @@ from tests.fixture_cases import FIXTURES, fixture_tensors, target_of
 from tests.runtime.audited import Audited
 from tests.runtime.dense import dense_of
 from tests.runtime.families import CASES, NAMES, RUNNERS, artifact, reference
-from tests.runtime.goldens import Text, golden
+from tests.runtime.goldens import Text, golden, prefilled, propose
 from tests.runtime.grammars import CountingMatcher, bits_of, words_of
 
 cases = pytest.mark.parametrize(("name", "kind"), CASES)
@@ -24,28 +24,6 @@ families = pytest.mark.parametrize("name", NAMES)
 def proposer_for(name: str, kind: str = "reference", *, blocks: int = 32, block_size: int = 4, **options) -> Audited:
     runner = RUNNERS[kind](name)
     return Audited(runner, BlockPool(runner.circuit, blocks=blocks, block_size=block_size), **options)
-
-
-def prefilled(proposer: Audited, text: Text, chunk: int = 99):
-    state, fed = proposer.alloc_state(), len(text.tokens) - 1
-    for first in range(0, fed - 1, chunk):
-        last = min(first + chunk, fed - 1)
-        proposer.prefill_drafter(text.tokens[first : last + 1], text.hiddens[first:last], state, first_pos=first)
-    return state
-
-
-def propose(proposer: Audited, texts: list[Text], states: list, num_drafts: int) -> tuple[list[list[int]], list[list[float]]]:
-    scores: list[list[float]] = []
-    drafts = proposer.propose_batch(
-        [text.tokens[-1] for text in texts],
-        [text.hiddens[len(text.tokens) - 2] for text in texts],
-        [len(text.tokens) - 1 for text in texts],
-        num_drafts,
-        states,
-        out_confidence=scores,
-    )
-    assert isinstance(drafts, list)
-    return drafts, scores
 
 
 def close(got, want: torch.Tensor, bound: float = 1e-4) -> None:
