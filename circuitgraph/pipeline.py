@@ -216,7 +216,7 @@ def compile(
             "model": str(Path(model).resolve()),
             "target_model": str(bound.model.target.path.resolve()) if bound.model.target is not None else None,
         }
-        artifact = run("pack", name, lambda: pack(Path(out), bound, codes, options, overwrite, Path(folder)))
+        artifact = run("pack", name, lambda: pack(Path(out), bound, codes, options, overwrite))
     return CompileResult(artifact.folder, bound.circuit, plans, run.seconds, artifact.manifest, bound.report)
 
 

@@ -75,7 +75,7 @@ def bind_weights(
             _check_config(Path(target_model), manifest.model.target_digest, what)
         folders["target"] = folders["host"] = Path(target_model)
     if manifest.weight_file is not None:
-        folders["artifact"] = (artifact.folder / manifest.weight_file).parent
+        folders["artifact"] = artifact.folder / manifest.weight_file  # itself: what lies beside it was not verified
     given = dict(weights or {})
     wanted: dict[str, dict[str, WeightSpec]] = {}
     for name, spec in manifest.weights.items():

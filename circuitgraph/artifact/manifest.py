@@ -19,7 +19,7 @@ from ..errors import ArtifactError, Fault
 from ..places import MANIFEST
 from .reader import Reader
 
-FORMAT = 3
+FORMAT = 4
 
 ROLES = ("input", "state", "table", "weight", "workspace", "output")
 SOURCES = ("drafter", "target", "host", "random", "artifact")

@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..checkpoint.binding import DEFAULT_POSITIONS, BoundProgram
@@ -20,7 +22,7 @@ from ..plan.ir import Plan
 from ..plan.text import CONTEXT_FOR_COST, format_plan, plan_records
 from ..target import Built
 from .manifest import Arg, Build, Function, Manifest, Model, Target, config_digest
-from .store import Artifact, write_artifact
+from .store import Artifact, Content, write_artifact
 
 WEIGHT_FILE = "weights/model.safetensors"
 """Of weights that compiling made: a checkpoint of its own, in a folder of its own."""
@@ -46,7 +48,6 @@ def pack(
     codes: Sequence[Code],
     options: Mapping[str, Any],
     overwrite: bool,
-    scratch: Path,
 ) -> Artifact:
     """Write the artifact folder `out`.
 
@@ -54,12 +55,11 @@ def pack(
         codes: of every processor, the one to name first in front. Their texts have folders of their own where there are
             several.
         options: what the caller asked for, kept for readers.
-        scratch: a folder for a while.
 
     Raises:
         ArtifactError: `out` exists, or the disk refused; nothing is left then.
     """
-    files: dict[str, bytes | Path] = {}
+    files: dict[str, Content] = {}
     builds = []
     for code in codes:
         # A loader that has a library of this path open hands out the old one: a new library gets a new name.
@@ -76,10 +76,16 @@ def pack(
     manifest = make_manifest(bound, builds, options)
     carried = carried_tensors(bound)
     if carried:
-        file = files[WEIGHT_FILE] = scratch / "model.safetensors"
-        save_file({name: tensor.contiguous() for name, tensor in carried.items()}, file)
+        files[WEIGHT_FILE] = lambda path: _save(carried, path)
         manifest = replace(manifest, weight_file=WEIGHT_FILE)
     return write_artifact(out, manifest, files, overwrite=overwrite)
+
+
+def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    except SafetensorError as problem:  # what the disk refused, too
+        raise OSError(str(problem)) from None
 
 
 def _build(code: Code, library: str) -> Build:

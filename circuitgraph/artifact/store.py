@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,6 +17,9 @@ from ..errors import ArtifactError, Fault
 from ..places import check_artifact
 from .machine import built_for_gpu, check_target
 from .manifest import MANIFEST, Manifest
+
+Content = bytes | Path | Callable[[Path], None]
+"""Of a file to write: its bytes, a file to copy, or what writes it to a path and raises OSError."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,8 @@ class Artifact:
         return self.folder / self.manifest.library
 
 
-def write_artifact(
-    folder: str | Path, manifest: Manifest, files: Mapping[str, bytes | Path], *, overwrite: bool = False
-) -> Artifact:
-    """Write `files` (relative name to content, or to a file to copy) and the manifest with their digests.
+def write_artifact(folder: str | Path, manifest: Manifest, files: Mapping[str, Content], *, overwrite: bool = False) -> Artifact:
+    """Write `files` (by relative name) and the manifest with their digests.
 
     Everything is made in a temporary folder beside `folder` and renamed into place at the end.
 
@@ -176,11 +177,13 @@ def _verified(artifact: Artifact, to_run: bool) -> Artifact:
     return artifact
 
 
-def _write(path: Path, content: bytes | Path) -> None:
+def _write(path: Path, content: Content) -> None:
     if isinstance(content, Path):
         shutil.copyfile(content, path)
-    else:
+    elif isinstance(content, bytes):
         path.write_bytes(content)
+    else:
+        content(path)
     _flush(path)
 
 

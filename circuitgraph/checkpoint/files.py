@@ -74,7 +74,7 @@ class TensorFiles:
     @staticmethod
     def open(folder: str | Path) -> TensorFiles:
         """Find the tensor files of `folder`: an index and its shards, `model.safetensors`, the same of PyTorch's names, or
-        the only file of another name.
+        the only file of another name. A file itself is taken, whatever lies beside it.
 
         Files that merely lie beside the weights are never read. A shard that is absent matters when it is needed.
 
@@ -82,6 +82,8 @@ class TensorFiles:
             CheckpointError: no or no single candidate, an unreadable index, an unreadable single file.
         """
         folder = Path(folder)
+        if folder.is_file():
+            return TensorFiles._of(folder.parent, folder)
         for index, single in ((INDEX, SINGLE), (PICKLED_INDEX, PICKLED_SINGLE)):
             if (folder / index).is_file():
                 return TensorFiles(folder, _read_index(folder / index), index)

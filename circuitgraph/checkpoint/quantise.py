@@ -23,7 +23,7 @@ from ..circuit.ir import FOUR_BIT, Storage, Weight
 from ..circuit.types import FLOAT_DTYPES, TensorType
 from ..errors import CheckpointError, Fault
 from ..ops.base import DTYPE_NAMES
-from .packed import E2M1, tensors_to_numbers
+from .packed import E2M1
 
 FORMATS = {
     "fp8": Storage("fp8", (1, 0)),
@@ -71,13 +71,6 @@ def quantise(values: torch.Tensor, storage: Storage, where: str = "") -> list[to
     if storage.whole:
         stored.append(torch.stack([whole for whole in wholes if whole is not None]).reshape(shapes[2]))
     return stored
-
-
-def error_of(values: torch.Tensor, storage: Storage, tensors: list[torch.Tensor]) -> float:
-    """Root mean square of what quantising changed, relative to that of the values."""
-    weight = Weight("w", TensorType(DTYPE_NAMES[values.dtype], tuple(values.shape)), storage)
-    numbers = tensors_to_numbers(weight, tensors)
-    return float((numbers - values.float()).norm() / values.float().norm().clamp(min=_SMALLEST))
 
 
 def _row_chunks(matrix: torch.Tensor, high: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError, Fault
+
+_NUMBER = re.compile("-?[0-9]{1,18}")
+_FORMS = "a number of tokens, or a file of ids"
 
 
 def draft_vocabulary(given: int | str | Path | Sequence[int], vocab_size: int) -> tuple[int, ...]:
@@ -22,7 +26,9 @@ def draft_vocabulary(given: int | str | Path | Sequence[int], vocab_size: int) -
     Raises:
         CheckpointError: a file that cannot be read; what is no id of the vocabulary, an id twice, or none.
     """
-    if isinstance(given, int) or (isinstance(given, str) and given.strip().lstrip("-").isdecimal()):
+    if isinstance(given, bool) or not isinstance(given, int | str | Path | Sequence):
+        raise _refused(None, "is no number of tokens and no list", _FORMS, repr(given))
+    if isinstance(given, int) or (isinstance(given, str) and _NUMBER.fullmatch(given.strip())):
         count = int(given)
         if not 1 <= count <= vocab_size:
             raise _refused(None, "is no number of tokens", f"1 to {vocab_size}", str(count))
@@ -56,10 +62,10 @@ def _read(path: Path) -> list[Any]:
                 raise _refused(where, "is no list of token ids", "a JSON list", type(ids).__name__)
             return ids
     except (OSError, ValueError, SafetensorError) as problem:
-        raise _refused(where, f"cannot be read: {problem}", "a number of tokens, or a file of ids", None) from None
+        raise _refused(where, f"cannot be read: {problem}", _FORMS, None) from None
     words = [(number, word) for number, line in enumerate(text.splitlines(), 1) for word in _words(line)]
     for number, word in words:
-        if not word.lstrip("-").isdecimal():
+        if not _NUMBER.fullmatch(word):
             raise _refused(f"{where}:{number}", "is no token id", "a whole number", repr(word))
     return [int(word) for _, word in words]
 

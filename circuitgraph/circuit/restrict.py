@@ -26,7 +26,8 @@ CHOOSERS = ("top1", "masked_top1")
 def restrict_vocabulary(circuit: Circuit, ids: Sequence[int]) -> tuple[Circuit, tuple[str, ...]]:
     """The circuit whose heads score the tokens `ids` (rising) alone, and the names of the weights that lose rows.
 
-    Where `ids` are 0, 1, 2 and so on, own ids are the target's. Else there is a weight OFFSETS more.
+    Where `ids` are 0, 1, 2 and so on, own ids are the target's. Else there is a weight OFFSETS more. All of the vocabulary
+    leaves the circuit as it is.
 
     Raises:
         CircuitError: there is no head, it maps its ids already, ids are none of its vocabulary, or its weight has other uses.
@@ -36,6 +37,8 @@ def restrict_vocabulary(circuit: Circuit, ids: Sequence[int]) -> tuple[Circuit, 
     heads = {node.name: node for node in circuit.nodes if node.name in scored and node.op == "linear"}
     _check(circuit, chosen, heads, ids)
     cut = tuple(dict.fromkeys(name for node in heads.values() for name in node.inputs[1:]))
+    if all(circuit.types[name].shape[0] == len(ids) for name in cut):  # type: ignore[union-attr]
+        return circuit, ()
     size, mapped = len(ids), list(ids) != list(range(len(ids)))
     weights = [
         replace(item, type=TensorType(item.type.dtype, (size, *item.type.shape[1:])), storage=None) if item.name in cut else item

@@ -55,7 +55,8 @@ class Kernel:
 def refuse_packed(plan: Plan, group: Group, reads: Collection[str] = ()) -> str | None:
     """Why a template that reads quantised weights of the formats `reads` alone cannot compute `group`, or None.
 
-    Every template asks: one that does not know of a weight's storage would take its bytes for numbers of another kind.
+    Every template asks this, or what its target has for kernels that read some storages (`refuse_quantised` on CUDA,
+    `refuse_storages` on CPUs): one that knows nothing of storage would take bytes for numbers of another kind.
     """
     storage = plan.circuit.storage
     foreign = [f"'{name}' in {storage[name]}" for name in group.inputs if name in storage and storage[name].format not in reads]

@@ -81,6 +81,12 @@ def test_other_sizes_and_dtypes_are_plain():
         (VALUES, "nvfp4", "reads plain weights, fp8 and int8, got nvfp4"),
         (KEYS, "fp8 96x128", "do not begin where those of heads do"),
         (VALUES, "fp8 128x96", "are no whole number of blocks"),
+        (VALUES, "fp8 128x384", "begin within the second 256 columns, which one warp sums"),
+        (VALUES, "int8 128x320", "begin within the second 256 columns, which one warp sums"),
+        (VALUES, "fp8 128x256", None),
+        (VALUES, "fp8 128x512", None),
+        (VALUES, "fp8 128x768", None),
+        (KEYS, "fp8 128x384", None),
         (VALUES, "fp8 128x24", "do not begin where those of heads do"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,11 @@ from safetensors.torch import load_file, save_file
 import circuitgraph
 from circuitgraph.artifact import read_artifact
 from circuitgraph.checkpoint import bind
+from circuitgraph.checkpoint.made import quantising, restricting
 from circuitgraph.checkpoint.quantise import FORMATS, quantise
 from circuitgraph.checkpoint.vocabulary import draft_vocabulary
 from circuitgraph.circuit.restrict import OFFSETS, VOCABULARY, restrict_vocabulary
-from circuitgraph.errors import CheckpointError, CircuitError, RuntimeUseError, ScheduleError
+from circuitgraph.errors import ArtifactError, CheckpointError, CircuitError, RuntimeUseError, ScheduleError
 from circuitgraph.measure.verify import verify
 from circuitgraph.runtime import BlockPool, CompiledRunner, MtpProposer, ReferenceRunner, load
 from tests.circuits import random_cache, random_inputs, small_mtp
@@ -103,6 +105,39 @@ def test_their_programs_compute_what_the_numbers_mean(mixed) -> None:
     same(compiled, interpreted)
 
 
+def test_other_files_beside_the_copies_are_not_read(mixed, tmp_path: Path) -> None:
+    """Only what the manifest lists was verified."""
+    out = tmp_path / "a"
+    shutil.copytree(mixed[0], out)
+    carried = load_file(out / "weights" / "model.safetensors")
+    save_file({name: torch.zeros_like(tensor) for name, tensor in carried.items()}, out / "weights" / "stray.safetensors")
+    index = {"weight_map": dict.fromkeys(carried, "stray.safetensors")}
+    (out / "weights" / "model.safetensors.index.json").write_text(json.dumps(index))
+    weights = load(out, model=MODEL, target_model=MODEL / "target").weights
+    assert all(torch.equal(bytes_of(weights[name]), bytes_of(tensor)) for name, tensor in carried.items())
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def test_a_disk_that_is_full_before_the_copies_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def much(bound) -> dict[str, torch.Tensor]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 24, limits[1]))
+        return {"much": torch.zeros(1 << 23)}
+
+    monkeypatch.setattr("circuitgraph.artifact.pack.carried_tensors", much)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(ArtifactError) as caught:
+            build(tmp_path / "a", quantize={"lm_head": "fp8"}, widths=(1,), entries=("draft",))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(caught.value).startswith(f"{tmp_path}/a: could not be written: ")
+    assert "File too large" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_hosts_own_tensor_does_not_replace_a_copy(mixed) -> None:
     out, _ = mixed
     head = load_file(MODEL / "target" / "model.safetensors")["lm_head.weight"]
@@ -132,8 +167,6 @@ def test_parts_of_a_quantised_weight_are_not_taken_alone(mixed, part: str) -> No
 
 
 def test_bound_and_loaded_weights_are_the_same(mixed) -> None:
-    from circuitgraph.checkpoint.made import quantising
-
     out, _ = mixed
     loaded = load(out, model=MODEL, target_model=MODEL / "target").weights
     wanted = read_artifact(out).manifest.circuit.storage
@@ -384,6 +417,13 @@ def test_a_restricted_head_is_verified(tmp_path: Path) -> None:
     assert carried["lm_head"].shape == (len(LISTED), 64)
 
 
+@pytest.mark.parametrize("whole", [512, "512", range(512)], ids=str)
+def test_all_of_the_vocabulary_changes_nothing(whole) -> None:
+    bound = bind("auto", model=MODEL)
+    made = restricting(bound, draft_vocabulary(whole, 512))
+    assert (made.circuit, made.tensors, made.made) == (bound.circuit, bound.tensors, {})
+
+
 def test_forms_of_a_list(tmp_path: Path) -> None:
     ids = [5, 2, 9]
     (tmp_path / "ids.txt").write_text("5 2 # two of them\n\n9,\n")
@@ -437,6 +477,14 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     assert "is no list of token ids; expected int32[N] or int64[N]; got float32[3]" in refused(tmp_path / "floats.pt")
     save_file({"a": torch.tensor([1]), "b": torch.tensor([2])}, tmp_path / "two.safetensors")
     assert "is to hold one tensor, of token ids; expected one; got a, b" in refused(tmp_path / "two.safetensors")
+    (tmp_path / "signs.txt").write_text("1\n--5\n")
+    assert f"{tmp_path}/signs.txt:2: draft vocabulary: is no token id" in refused(tmp_path / "signs.txt")
+    assert "--5: draft vocabulary: cannot be read" in refused("--5")
+    assert f"{'9' * 5000}: draft vocabulary: cannot be read" in refused("9" * 5000)
+    for given in (True, False, 4.0, None):
+        assert refused(given) == (
+            f"draft vocabulary: is no number of tokens and no list; expected a number of tokens, or a file of ids; got {given!r}"
+        )
     for count in (0, 11, -3, "0"):
         assert "is no number of tokens; expected 1 to 10" in refused(count)
 

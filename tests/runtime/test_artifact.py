@@ -116,7 +116,7 @@ def test_an_interrupt_leaves_nothing(manifest, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(format=99), r"manifest.json: format: the artifact has another format version; expected 3; got 99"),
+        (lambda d: d.update(format=99), r"manifest.json: format: the artifact has another format version; expected 4; got 99"),
         (lambda d: d.pop("program"), r"program: is absent; expected str"),
         (lambda d: d.update(library=7), r"library: has the wrong type; expected str; got int"),
         (lambda d: d.update(extra=1), r"extra: has unknown keys"),

@@ -128,11 +128,8 @@ def _emit_lists(ids, scratch, experts, pairs):
 def _emit_packing(x, packed, n, k, lanes):
     """The rows of x as fp32, zero up to the next whole vector."""
     loop = T.parallel if n * k >= PARALLEL_PACKING else T.serial
-    whole = k // lanes * lanes
     with loop(0, n) as row:
-        v.for_columns(whole, lanes, lambda c, width: v.store(packed, [row, c], v.load(x, [row, c], width), width))
-        if whole < k:
-            v.store(packed, [row, whole], v.load_rest(x, [row, whole], k - whole, lanes), lanes)
+        v.load_row(x, [row, 0], k, lanes, lambda i, vector: v.store(packed, [row, i * lanes], vector, lanes))
 
 
 class _Gathered:

@@ -58,16 +58,11 @@ class _HeadActivations:
         vectors = -(-k // lanes)
         shape = (-(-n // self.rows), heads, vectors, self.rows, lanes)
         self.packed = T.decl_buffer(shape, "float32", data=packed.data, elem_offset=packed.elem_offset)
-        whole = k // lanes
         with T.parallel(0, n * heads) as task:
             row, head = T.bind(T.floordiv(task, heads)), T.bind(T.floormod(task, heads))
             group, member = T.floordiv(row, self.rows), T.floormod(row, self.rows)
-            if whole:
-                with T.serial(0, whole) as i:
-                    v.store(self.packed, [group, head, i, member, 0], v.load(x, [row, head, skip + i * lanes], lanes), lanes)
-            if whole < vectors:
-                rest = v.load_rest(x, [row, head, skip + whole * lanes], k - whole * lanes, lanes)
-                v.store(self.packed, [group, head, whole, member, 0], rest, lanes)
+            put = lambda i, vector: v.store(self.packed, [group, head, i, member, 0], vector, lanes)  # noqa: E731
+            v.load_row(x, [row, head, skip], k, lanes, put)
 
     def readers(self, group, count):
         def reader(member):

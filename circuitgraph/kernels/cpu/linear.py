@@ -62,16 +62,11 @@ class Activations:
         self._pack(v.bits_of(x))
 
     def _pack(self, x):
-        whole = self.k // self.lanes
         loop = T.parallel if self.n * self.k >= PARALLEL_PACKING else T.serial
         with loop(0, self.n) as row:
             group, member = T.floordiv(row, self.rows), T.floormod(row, self.rows)
-            if whole:
-                with T.serial(0, whole) as i:
-                    v.store(self.packed, [group, i, member, 0], v.load(x, [row, i * self.lanes], self.lanes), self.lanes)
-            if whole < self.vectors:
-                rest = v.load_rest(x, [row, whole * self.lanes], self.k - whole * self.lanes, self.lanes)
-                v.store(self.packed, [group, whole, member, 0], rest, self.lanes)
+            put = lambda i, vector: v.store(self.packed, [group, i, member, 0], vector, self.lanes)  # noqa: E731
+            v.load_row(x, [row, 0], self.k, self.lanes, put)
 
     def readers(self, group, count):
         """For each of the first `count` rows of a group, what loads one vector of it. Made once per tile."""

@@ -66,6 +66,16 @@ def load_rest(buffer, indices, count, lanes):
     return T.Shuffle(values + [T.float32(0)] * (lanes - count), list(range(lanes)))
 
 
+def load_row(buffer, indices, count, lanes, put):
+    """`count` elements from `indices` on as fp32 vectors, the last filled up with zeros; put(vector's number, vector)."""
+    whole = count // lanes
+    if whole:
+        with T.serial(0, whole) as i:
+            put(i, load(buffer, [*indices[:-1], indices[-1] + i * lanes], lanes))
+    if count % lanes:
+        put(whole, load_rest(buffer, [*indices[:-1], indices[-1] + whole * lanes], count % lanes, lanes))
+
+
 def store(buffer, indices, value, width=1):
     """Store fp32 `value` as `width` adjacent elements, rounded to nearest even."""
     if dtype_of(buffer) == "uint16":

@@ -84,6 +84,8 @@ class HeadProduct:
             return f"blocks of {high}x{across} do not begin where those of heads do"
         if self.steps % self.scaled_steps(storage.block):
             return f"{self.steps * 16} columns of a warp are no whole number of blocks of {storage}"
+        if not self.into_latent and self.steps * 16 < across < self.summed:
+            return f"blocks of {storage} begin within the second {self.steps * 16} columns, which one warp sums"
         return None
 
     def refuse(self) -> str | None:
