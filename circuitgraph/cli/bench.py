@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from ..measure.bench import BenchReport
     from ..measure.cuda import CudaReport
 
+SHAPE_NAMES = (
+    "dense8b, dense2b, dense8b-head-fp8, dense8b-head-int8, dense8b-head-nvfp4, dense8b-fp8, "
+    "dense8b-nvfp4, dense8b-mxfp4, tiny, qwen3-next-80b, glm-4.5-air, eagle3-8b, dflash-qwen3-8b, "
+    "medusa1-7b, deepseek-v3, deepseek-v3-fp8, attention, latent-attention"
+)
+"""Of `measure.shapes`, which is not imported for a help text; a test compares."""
+
 
 def bench(
     artifact: Annotated[
@@ -37,7 +44,7 @@ def bench(
     seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="CPU: of measuring, per program and competitor.")] = 1.0,
     shape: Annotated[
         str | None,
-        typer.Option("--shape", help="Random weights in this shape: dense8b, dense2b, eagle3-8b, attention, tiny."),
+        typer.Option("--shape", help=f"Random weights in this shape: {SHAPE_NAMES}."),
     ] = None,
     target: Annotated[
         str | None, typer.Option("--target", help="Without OUT: what to compile the shape for; left out, the GPU here.")

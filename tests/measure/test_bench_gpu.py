@@ -208,7 +208,7 @@ def test_entries_one_by_one(eagle, ceiling):
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("dflash-qwen3-8b", {"config": DFLASH_SMALL, "context_rows": (16, 32), "widths": (1,), "entries": ("draft",)}),
+        ("dflash-qwen3-8b", {"config": DFLASH_SMALL, "context_rows": (16,), "widths": (1, 2), "entries": ("draft",)}),
         ("medusa1-7b", {"config": {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 96}, "widths": (1, 3)}),
     ],
 )

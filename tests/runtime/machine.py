@@ -152,9 +152,14 @@ class Machine(RuleBasedStateMachine):
         for seq in seqs:
             lease, have = seq.state.lease, rows(seq)
             position = seq.position if limited else None
+            # Without its position a sequence's rows still end at the limit.
+            end = math.inf if limited or self.runner.max_position is None else self.runner.max_position
             room = (len(lease.blocks) + lease.outstanding + spare) * size - have
-            count = seq.dense.fits(seq.dense.most(num_drafts, position), room, position)
-            need = max(-(-(have + seq.dense.needs(count, position)) // size) - len(lease.blocks), 0) if count else 0
+            count = seq.dense.most(num_drafts, position)
+            if min(have + seq.dense.needs(count, position), end) > have + room:
+                count = seq.dense.fits(count, room, position)
+            rows_after = min(have + seq.dense.needs(count, position), end)
+            need = max(-(-int(rows_after) // size) - len(lease.blocks), 0) if count else 0
             spare -= max(need - lease.outstanding, 0)
             counts.append(count)
         return counts

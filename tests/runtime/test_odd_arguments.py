@@ -341,8 +341,8 @@ def test_every_argument_of_a_public_method_is_tried(artifact):
     for (kind, name), (_, given, _) in calls.items():
         tried.setdefault((kind, name.partition(",")[0]), set()).update(given)
     for (kind, name), (function, _, _) in calls.items():
-        # masked: a flag, of which any truth will do.
-        parameters = set(inspect.signature(function).parameters) - {"args", "kwargs", "masked"}
+        # masked, recycled: flags, of which any truth will do.
+        parameters = set(inspect.signature(function).parameters) - {"args", "kwargs", "masked", "recycled"}
         assert parameters <= tried[kind, name.partition(",")[0]], (kind, name)
 
 
