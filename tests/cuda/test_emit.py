@@ -105,7 +105,7 @@ REPRESENTATIVE = {
     "fp8_bf16": ("draft_1", "draft_17", "draft_64", "draft_masked_3"),
     "nvfp4_bf16": ("draft_8", "draft_32"),
     "mixed_storage": ("draft_4",),
-    "odd_storage": ("draft_2",),
+    "odd_storage": ("draft_4",),
     "products_bf16": ("products_16",),
     "fixture_qwen3_5_mtp": ("draft_3",),
     "direct_eagle3": ("first_1", "draft_8"),
