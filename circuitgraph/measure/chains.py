@@ -22,7 +22,7 @@ from .cases import Case, Span, make_case
 from .ceiling import Ceiling
 from .floors import step_bytes, step_flops
 from .gpu_plan import GpuPlan
-from .peers import peer_heads
+from .peers import OUTPUTS, peer_heads
 from .peers_gpu import Peers, graphed_peers, left_out, peer_columns
 from .report import FLOOR, Column, Section, microseconds, ratio
 from .routing import chosen_experts, sure_rows
@@ -94,7 +94,7 @@ def _steps(
             head.eval().take_cache(next(iter(case.caches.values())))
 
             def check(kind: str, outputs: tuple[torch.Tensor, ...], name: str = name) -> dict[str, float]:
-                theirs = dict(zip(("draft", "logprob", "next_hidden"), outputs, strict=True))
+                theirs: dict[str, torch.Tensor] = dict(zip(OUTPUTS, outputs, strict=True))
                 return check_draft(f"{kind}{name}, {n} rows", circuit.act, theirs, meant, sure)
 
             peers.add(graphed_peers(head, arguments, plan.modes, check), name)

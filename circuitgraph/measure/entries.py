@@ -19,7 +19,7 @@ from .chains import device_case
 from .floors import step_bytes, step_flops
 from .gpu import record
 from .gpu_plan import GpuPlan
-from .peers import TorchEagle3Head
+from .peers import OUTPUTS, TorchEagle3Head
 from .peers_at_once import TorchDflash, TorchMedusa
 from .peers_gpu import Peers, graphed_peers, left_out, peer_columns
 from .report import FLOOR, Column, Section, microseconds, ratio
@@ -131,7 +131,7 @@ def _row(manifest: Manifest, functions, weights, ceiling: Ceiling, entry: str, n
     if peer is not None:
 
         def check(kind: str, outputs: tuple[torch.Tensor, ...]) -> dict[str, float]:
-            theirs = dict(zip(("draft", "logprob", "next_hidden"), outputs, strict=False))
+            theirs: dict[str, torch.Tensor] = dict(zip(OUTPUTS, outputs, strict=False))
             return check_draft(f"{kind}, {entry} {n}", whole.act, theirs, meant, offsets=offsets)
 
         peers = graphed_peers(*peer, plan.modes, check)

@@ -16,6 +16,8 @@ from ..circuit.ir import Circuit, State
 from ..ops import PagedKV
 
 PEER_PROGRAM = "mtp_dense"
+OUTPUTS = ("draft", "logprob", "next_hidden")
+"""Of a head; those that draft all tokens at once have no hidden."""
 
 
 class _TorchHead(torch.nn.Module):

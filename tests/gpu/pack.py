@@ -168,6 +168,17 @@ CASES = (
         {"recycle": "pre_norm", "rope_style": "interleaved"},
         widths=(1, 9),
     ),
+    # Twelve query heads over each KV head, both halves of an `mma`'s rows; and twenty, in two groups.
+    Case("many_heads_bf16", sizes={"num_attention_heads": 24}, widths=(1, 3, 9), entries=STEP),
+    Case(
+        "many_heads_f16",
+        sizes={"num_attention_heads": 20, "num_key_value_heads": 1, "head_dim": 64},
+        act="f16",
+        wt="f16",
+        kv="f16",
+        widths=(1, 4),
+        entries=STEP,
+    ),
     # Biases, the mask at the first position, RoPE at the hidden's position.
     Case("biased_bf16", "mimo_mtp", {}, {"rope_position": "hidden", "mask_first": True}, widths=(1, 3), entries=STEP),
     # One step of 32 columns a warp, heads of 64.
