@@ -61,8 +61,9 @@ def bench(
 
     Medians of one run in which all competitors take turns. GB/s counts each weight once; the percentage is of the read
     bandwidth measured in between. torch.compile builds for each width first, which takes a while. On a GPU also chains,
-    the proposer around them, prefill, and runs of the single-row program. There, steps and prefill are compared with the
-    reference before they are timed, and chains with their steps.
+    the proposer around them, prefill, and runs of the single-row program; 'of floor' is of the longer of what a step's bytes
+    and its operations take at the ceilings measured in the same run, and of experts only those count that had rows. There,
+    steps and prefill are compared with the reference before they are timed, chains with their steps, torch's heads, too.
 
     \b
     circuitgraph bench drafter.cg --model drafter/ --target-model llm/
