@@ -45,6 +45,8 @@ NOT_RUN = (
     "direct_dflash",
     "direct_eagle3",
     "direct_medusa",
+    "long_bf16",
+    "long_fp8",
     "many_heads_bf16",
     "many_heads_f16",
 )

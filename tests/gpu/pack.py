@@ -168,6 +168,9 @@ CASES = (
         {"recycle": "pre_norm", "rope_style": "interleaved"},
         widths=(1, 9),
     ),
+    # Columns that are no whole number of steps for sixteen warps, in parts; of one step for eight, in one.
+    Case("long_bf16", sizes={"intermediate_size": 17408}, widths=(9, 16), entries=STEP),
+    Case("long_fp8", sizes={"hidden_size": 7168, **WHOLE}, storage={"*": "fp8 128x128"}, widths=(16,), entries=STEP),
     # Twelve query heads over each KV head, both halves of an `mma`'s rows; and twenty, in two groups.
     Case("many_heads_bf16", sizes={"num_attention_heads": 24}, widths=(1, 3, 9), entries=STEP),
     Case(

@@ -90,7 +90,7 @@ def geometry(
     step = STEP_WORDS * (format.columns if format else 2)
     if rows > 32:
         return f"at most 32 rows, got {rows}"
-    for parts in (k_parts,) if k_parts else (1, 2, 3, 4, 6, 7, 8):
+    for parts in (k_parts,) if k_parts else (1, 2, 3, 4, 5, 6, 8, 10):
         if columns % (parts * step * warps):
             continue
         steps = columns // (parts * step * warps)

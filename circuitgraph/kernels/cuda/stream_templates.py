@@ -44,7 +44,7 @@ class StreamParams:
     warps: int = within(16, 1, 16)
     stages: int = within(8, 4, 16)
     k_parts: int = within(0, 0, 16)
-    registers: int = within(96, 4, 128)
+    registers: int = within(96, 4, 160)
     fold_norm: bool = True
 
 
