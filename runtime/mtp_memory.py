@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .metrics import Metrics
 from .mtp_checks import Checks
-from .pool import BlockPool
+from .pool import BlockPool, Lease
 from .state import MtpProposerState
 
 
@@ -23,15 +23,20 @@ class Memory(Checks):
 
     def _reserve(self, needs: Sequence[tuple[MtpProposerState, int]]) -> bool:
         """Blocks for so many rows of each: all or, counted and returning False, none."""
-        if not self.pool.grow([(state.lease, rows) for state, rows in needs]):
+        grown = self._grow([(state.lease, rows) for state, rows in needs])
+        if not grown:
             self.metrics.refusals["pool_exhausted"] += len(needs)
-            return False
-        self.metrics.peak_blocks = max(self.metrics.peak_blocks, self.pool.held)
-        return True
+        return grown
+
+    def _grow(self, needs: Sequence[tuple[Lease, int]]) -> bool:
+        grown = self.pool.grow(needs)
+        if grown:
+            self.metrics.peak_blocks = max(self.metrics.peak_blocks, self.pool.held)
+        return grown
 
     def _give_back(self, states: Sequence[MtpProposerState], held: Sequence[int]) -> None:
-        """After a failed call: every state has the blocks that it had before."""
-        for state, blocks in zip(states, held, strict=True):
+        """After a failed call: every state has the blocks that it had before; none were taken where `held` is empty."""
+        for state, blocks in zip(states, held, strict=bool(held)):
             self.pool.shrink(state.lease, blocks * self.pool.block_size)
 
     def _count_path(self, n: int, *, masked: bool = False) -> None:

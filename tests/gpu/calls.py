@@ -16,6 +16,7 @@ from circuitgraph.measure.cases import Case, Span, make_case
 from circuitgraph.measure.routing import sure_rows
 from circuitgraph.ops import PagedKV
 from circuitgraph.runtime import CompiledRunner
+from circuitgraph.runtime.runner import Blocks, ChainRows
 
 ARTIFACTS: str | None = None
 """The folder of --artifacts, for tests that cannot take fixtures."""
@@ -132,6 +133,16 @@ class Kept:
         return made
 
 
+def plain_rows(case: Case, before: list[int], slots: torch.Tensor, blocks: Sequence[Blocks]) -> ChainRows:
+    """A case as proposers hand it over; `slots` int32[steps, n], -1 where a row has stopped. Every other row's slots are given
+    one by one, also where they follow each other."""
+    written = [[slot for slot in row if slot >= 0] for row in slots.T.tolist()]
+    beside = [all(slot == row[0] + step for step, slot in enumerate(row)) for row in written]
+    apart = {i: row for i, row in enumerate(written) if i % 2 or not beside[i]}
+    counts, starts = [len(row) for row in written], [row[0] if row else 0 for row in written]
+    return ChainRows(case.inputs["token"].tolist(), case.inputs["position"].tolist(), before, counts, starts, apart, blocks)
+
+
 def recorded(runner: CompiledRunner) -> bool:
     """Whether all that the runner has run since `Kept` was made was replayed in the end."""
     return bool(runner._graphs) and all(chain.newest is not None for chain in runner._graphs.values())
@@ -206,6 +217,11 @@ class Table:
 
     blocks: list[int]
     version: int
+    since: int = 0
+    steady: int = 0
+
+    def copied(self) -> None:
+        self.since, self.steady = self.version, len(self.blocks)
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
