@@ -206,11 +206,11 @@ class CudaRunner(CompiledRunner):
         if torch.cuda.is_current_stream_capturing():
             hint = "Capture `chain` instead, with integers on the device."
             raise RuntimeUseError(Fault("drafts cannot be read while a graph is captured", where=self.circuit.name, hint=hint))
-        entry, n = self._entry(masked=allowed is not None), len(rows.tokens)
+        masked, n = allowed is not None, len(rows.tokens)
         allowed = None if allowed is None else self._own_mask(allowed)
         width = bucket(max([len(blocks.blocks) for blocks in rows.blocks]))
         with self._device():
-            route = self._route(entry, steps, n, width, storage)
+            route = self._route(masked, steps, n, width, storage)
             graph, _, first_count = route.parts[0]
             if first_count == n:
                 graph.run_packed(rows, hidden, allowed)
@@ -232,17 +232,17 @@ class CudaRunner(CompiledRunner):
         return drafts, logprobs
 
     def _route(
-        self, entry: str, steps: int, n: int, width: int, storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+        self, masked: bool, steps: int, n: int, width: int, storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     ) -> _Route:
         """What serves n rows of these caches, found once and counted every time."""
-        key = (entry, steps, n, width)
-        first = next(iter(storage.values()), (None,))[0]
+        key = (masked, steps, n, width)
         route = self._routes.get(key)
-        if route is not None and route.cache is first:
+        if route is not None and route.storage is storage:
             self.paths[route.path] += 1
             for name in route.names:
                 self._graphs.move_to_end(name)
             return route
+        entry = self._entry(masked=masked)
         self._count(entry, n)
         parts, names = [], []
         for program, start, count in self._parts(entry, n):
@@ -250,7 +250,7 @@ class CudaRunner(CompiledRunner):
             name, graph = self._graph(program, steps, storage, sizes, stops=True)
             names.append(name)
             parts.append((graph, start, count))
-        route = self._routes[key] = _Route(first, str(self._path(entry, n)), parts, names)
+        route = self._routes[key] = _Route(storage, str(self._path(entry, n)), parts, names)
         return route
 
     def _device(self) -> contextlib.AbstractContextManager[object]:
@@ -358,10 +358,10 @@ class CudaRunner(CompiledRunner):
 
 
 class _Route(NamedTuple):
-    """Chains that serve a number of rows between them: each with its first row and its rows. cache: whose they are. names:
-    what `_graphs` keeps the chains by, each of which is there for as long as the route is."""
+    """Chains that serve a number of rows between them: each with its first row and its rows. storage: of the caches that they
+    are for. names: what `_graphs` keeps the chains by, each of which is there for as long as the route is."""
 
-    cache: torch.Tensor | None
+    storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     path: str
     parts: list[tuple[_Chain, int, int]]
     names: list[tuple]

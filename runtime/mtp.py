@@ -305,7 +305,7 @@ class MtpProposer(DeviceMethods, DraftProposer):
         out: torch.Tensor | None = None,
     ) -> list[list[int]] | torch.Tensor | None:
         with self._lock:
-            if grammars is not None or not equally_long(states, last_tokens, target_hiddens, positions):
+            if grammars is not None or not equally_long(target_hiddens, last_tokens, positions, states):
                 also = {} if grammars is None else {"grammars": grammars}
                 lists = {"last_tokens": last_tokens, "target_hiddens": target_hiddens, "positions": positions, "states": states}
                 self._same_length(**lists, **also)
@@ -412,9 +412,8 @@ class MtpProposer(DeviceMethods, DraftProposer):
         limit, kind = self.runner.max_position, self.kind
         count = kind.drafts(num_drafts, max(call.positions), limit)
         if count >= 1 and count == kind.drafts(num_drafts, 0, None):  # the farthest sequence drafts all, so every one does
-            leases, more, size = [state.lease for state in states], kind.writes(count), self.pool.block_size
-            needs = [(lease, rows + more) for lease, rows in zip(leases, call.before, strict=True)]
-            needs = [need for need in needs if need[1] > len(need[0].blocks) * size]
+            leases, more = [state.lease for state in states], kind.writes(count)
+            needs = self.pool.lacking(leases, call.before, more)
             if needs:
                 call.held = [len(lease.blocks) for lease in leases]
             if not needs or self._grow(needs):

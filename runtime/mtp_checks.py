@@ -189,12 +189,16 @@ class Checks:
         return stack.reshape(-1)
 
 
-def equally_long(*lists: Any) -> bool:
+def equally_long(hiddens: Any, *lists: Any) -> bool:
     """Whether all have as many items; not where one is no list."""
     try:
-        return len(set(map(len, lists))) == 1
-    except TypeError:
+        count = hiddens.shape[0] if isinstance(hiddens, torch.Tensor) else len(hiddens)  # a tensor's len takes thrice as long
+        for items in lists:
+            if len(items) != count:
+                return False
+    except (TypeError, IndexError):
         return False
+    return True
 
 
 def _countable(items: Any) -> bool:

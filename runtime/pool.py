@@ -212,6 +212,11 @@ class BlockPool:
         beyond = max(len(self._free) - self._promised, 0)
         return (len(self._own(lease).blocks) + lease.outstanding + beyond) * self.block_size
 
+    def lacking(self, leases: Sequence[Lease], held: Sequence[int], more: int) -> list[tuple[Lease, int]]:
+        """For `grow`: the leases that have no blocks for `more` rows beyond the held[i] that they have, with all these rows."""
+        size = self.block_size
+        return [(lease, rows + more) for lease, rows in zip(leases, held, strict=True) if rows + more > len(lease.blocks) * size]
+
     def slots(self, lease: Lease, first: int, count: int) -> Sequence[int]:
         """Storage slots (block * block_size + offset) of rows first..first+count-1, which the lease holds: not checked."""
         blocks, size = lease.blocks, self.block_size

@@ -355,13 +355,9 @@ class _Sequences:
 
 def _proposer(runner: CompiledRunner, ceiling: Ceiling, n: int, plan: GpuPlan) -> dict[str, Any]:
     sequences = _Sequences(runner, n, plan.context, plan.calls, plan.steps)
-    for _ in range(WARMUP):
-        sequences.singles()
-        sequences.batch()
-    batches, singles = [], []
-    for _ in range(plan.calls):
-        singles.append(sequences.singles())
-        batches.append(sequences.batch())
+    # One after the other, as a server does one of the two: in turns, each would find the other's block tables staged.
+    singles = [sequences.singles() for _ in range(WARMUP + plan.calls)][WARMUP:]
+    batches = [sequences.batch() for _ in range(WARMUP + plan.calls)][WARMUP:]
     replay = newest_graph(runner)
     gpu = ceiling.take_turns({"chain": replay}, plan.rounds)["chain"]
     bare = _bare_us(replay, sequences.hiddens, plan)
