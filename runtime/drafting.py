@@ -20,8 +20,7 @@ from .state import DEFERRED, MtpProposerState
 class Call:
     """The rows of a propose that draft: `rows` are their places in the caller's lists, `counts` drafts are wanted of each.
 
-    before: cache rows that each has. slots: of the rows that it writes, where all had blocks for them; else `held` has how many
-    blocks the caller's sequences had before some got more.
+    before: cache rows that each has. slots: of the rows that it writes, where that is known.
     stop_logprob: a draft below it ends its chain. embed_target: where the last draft's embedding goes (one row only).
     """
 
@@ -33,7 +32,6 @@ class Call:
     states: list[MtpProposerState]
     before: list[int] = field(default_factory=list)
     slots: Slots | None = None
-    held: Sequence[int] = ()
     stop_ids: Collection[int] = ()
     grammars: Grammars | None = None
     stop_logprob: float | None = None

@@ -359,7 +359,8 @@ class MtpProposer(DeviceMethods, DraftProposer):
                 self._enter(call, entry)
         except BaseException:
             entry.undo()
-            self._give_back(states, call.held)
+            for state in states:
+                self.pool.shrink(state.lease, state.rows)  # nobody has blocks beyond those of its rows between calls
             raise
         drafts, logprobs = made.ids, made.scores
         if len(call.rows) < len(states):
@@ -413,14 +414,10 @@ class MtpProposer(DeviceMethods, DraftProposer):
         count = kind.drafts(num_drafts, max(call.positions), limit)
         if count >= 1 and count == kind.drafts(num_drafts, 0, None):  # the farthest sequence drafts all, so every one does
             leases, more = [state.lease for state in states], kind.writes(count)
-            needs = self.pool.lacking(leases, call.before, more)
-            if needs:
-                call.held = [len(lease.blocks) for lease in leases]
-            if not needs or self._grow(needs):
+            if self._cover(leases, call.before, more):
                 call.slots = self.pool.slots_of(leases, call.before, more) if more else ([], {})
                 call.rows, call.counts, call.states = list(range(len(states))), [count] * len(states), list(states)
                 return
-        call.held = call.held or [len(state.lease.blocks) for state in states]
         for row, (state, position) in enumerate(zip(states, call.positions, strict=True)):
             count = kind.drafts(num_drafts, position, limit)
             if count < 1:

@@ -23,20 +23,22 @@ class Memory(Checks):
 
     def _reserve(self, needs: Sequence[tuple[MtpProposerState, int]]) -> bool:
         """Blocks for so many rows of each: all or, counted and returning False, none."""
-        grown = self._grow([(state.lease, rows) for state, rows in needs])
-        if not grown:
+        if not self.pool.grow([(state.lease, rows) for state, rows in needs]):
             self.metrics.refusals["pool_exhausted"] += len(needs)
-        return grown
+            return False
+        self.metrics.peak_blocks = max(self.metrics.peak_blocks, self.pool.held)
+        return True
 
-    def _grow(self, needs: Sequence[tuple[Lease, int]]) -> bool:
-        grown = self.pool.grow(needs)
-        if grown:
+    def _cover(self, leases: Sequence[Lease], rows: Sequence[int], more: int) -> bool:
+        """Blocks for `more` rows beyond rows[i] of each: all or, not counted as a refusal, none."""
+        covered = self.pool.cover(leases, rows, more)
+        if covered:
             self.metrics.peak_blocks = max(self.metrics.peak_blocks, self.pool.held)
-        return grown
+        return covered
 
     def _give_back(self, states: Sequence[MtpProposerState], held: Sequence[int]) -> None:
-        """After a failed call: every state has the blocks that it had before; none were taken where `held` is empty."""
-        for state, blocks in zip(states, held, strict=bool(held)):
+        """After a failed call: every state has the blocks that it had before."""
+        for state, blocks in zip(states, held, strict=True):
             self.pool.shrink(state.lease, blocks * self.pool.block_size)
 
     def _count_path(self, n: int, *, masked: bool = False) -> None:

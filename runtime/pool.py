@@ -212,11 +212,6 @@ class BlockPool:
         beyond = max(len(self._free) - self._promised, 0)
         return (len(self._own(lease).blocks) + lease.outstanding + beyond) * self.block_size
 
-    def lacking(self, leases: Sequence[Lease], held: Sequence[int], more: int) -> list[tuple[Lease, int]]:
-        """For `grow`: the leases that have no blocks for `more` rows beyond the held[i] that they have, with all these rows."""
-        size = self.block_size
-        return [(lease, rows + more) for lease, rows in zip(leases, held, strict=True) if rows + more > len(lease.blocks) * size]
-
     def slots(self, lease: Lease, first: int, count: int) -> Sequence[int]:
         """Storage slots (block * block_size + offset) of rows first..first+count-1, which the lease holds: not checked."""
         blocks, size = lease.blocks, self.block_size
@@ -268,18 +263,28 @@ class BlockPool:
                 raise
             fault = Fault("are none", where=WHERE, subject="needs", expected="pairs (lease, rows)", got=shown(needs))
             raise RuntimeUseError(fault) from None
-        wanted, beyond = [], 0
-        for lease, rows in needs:
-            count = self._blocks(rows) - len(self._own(lease).blocks)
-            if count > 0:
-                wanted.append((lease, count))
-                beyond += max(count - lease.outstanding, 0)
-        if beyond > len(self._free) - self._promised:
+        return self._take([(self._own(lease), self._blocks(rows) - len(lease.blocks)) for lease, rows in needs])
+
+    def cover(self, leases: Sequence[Lease], rows: Sequence[int], more: int) -> bool:
+        """As `grow`, for `more` rows beyond rows[i] of each lease. Nothing is checked: part of every propose."""
+        size, wanted = self.block_size, []
+        for lease, held in zip(leases, rows, strict=True):
+            lacks = held + more - len(lease.blocks) * size
+            if lacks > 0:
+                wanted.append((lease, -(-lacks // size)))
+        return not wanted or self._take(wanted)
+
+    def _take(self, wanted: Sequence[tuple[Lease, int]]) -> bool:
+        """So many free blocks to each lease: all or, returning False, none."""
+        free = self._free
+        beyond = sum([max(count - lease.outstanding, 0) for lease, count in wanted])
+        if beyond > len(free) - self._promised:
             return False
         for lease, count in wanted:
-            before = lease.outstanding
-            lease.blocks += [self._free.pop() for _ in range(count)]
-            self._changed(lease, before)
+            if count > 0:
+                before = lease.outstanding
+                lease.blocks += [free.pop() for _ in range(count)]
+                self._changed(lease, before)
         return True
 
     def shrink(self, lease: Lease, rows: int) -> None:
