@@ -140,10 +140,10 @@ def check_lists(rows: ChainRows, got: Drafts, want: DraftChain) -> None:
         assert got[1][i][:count] == want.logprobs[i, :count].tolist()
 
 
-def test_hiddens_are_read_where_they_lie_or_copied(artifact, runners):
+def test_hiddens_are_read_where_they_lie_or_copied(small, runners):
     """A server's hiddens mostly come in the same memory: with other values each time, in memory of other kinds in between, and in
     more places than there are graphs for. The wanted ones come from a graph that copies them."""
-    runner = runners(artifact)
+    runner = runners(small)
     for n in [width for width in (*runner.widths, 7) if width <= 16]:
         spans = [Span(5 + i) for i in range(n)]
         case = situation(runner, "draft", n, 5, spans=spans)
