@@ -247,9 +247,13 @@ def check(runner: CompiledRunner, case: Case, entry: str, got: tuple[dict, dict]
     if entry in ("draft", "draft_masked"):
         logits = meant["logits"][live].float()
         spread = logits.std(dim=-1)
+        tokens = scored_tokens(runner, logits.shape[1])
         if entry == "draft_masked":
-            logits = logits.masked_fill(~allowed_columns(case.inputs["allowed"][live], logits.shape[1]), float("-inf"))
-        chosen = logits.gather(1, made["draft"][live, None].long())[:, 0]
+            logits = logits.masked_fill(~allowed_tokens(case.inputs["allowed"][live], tokens), float("-inf"))
+        drafts = made["draft"][live].long()
+        columns = torch.searchsorted(tokens, drafts).clamp(max=len(tokens) - 1)
+        assert torch.equal(tokens[columns], drafts), "a token that is not scored"
+        chosen = logits.gather(1, columns[:, None])[:, 0]
         assert (logits.amax(-1) - chosen <= 8 * limit * spread).all(), "a token that is not among the best"
         assert (made["logprob"][live] - (chosen - logits.logsumexp(-1))).abs().max() <= 8 * limit * spread.max()
 
@@ -262,10 +266,15 @@ def comparable(runner: CompiledRunner, case: Case) -> torch.Tensor:
     return rows[sure_rows(runner.circuit, case.inputs, runner.weights, case.copy_caches())[: case.live]]
 
 
-def allowed_columns(mask: torch.Tensor, columns: int) -> torch.Tensor:
-    """bool[rows, columns] of a bitmask int32[rows, words]."""
-    column = torch.arange(columns, device=mask.device)
-    return ((mask[:, column // 32] >> (column % 32).to(torch.int32)) & 1) == 1
+def scored_tokens(runner: CompiledRunner, columns: int) -> torch.Tensor:
+    """The target's id of each column of the logits, int64[columns], rising."""
+    own = torch.arange(columns, device=runner.device)
+    return own if runner._offsets is None else own + runner._offsets.long()
+
+
+def allowed_tokens(mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """bool[rows, tokens] of a bitmask int32[rows, words]."""
+    return ((mask[:, tokens // 32] >> (tokens % 32).to(torch.int32)) & 1) == 1
 
 
 def check_caches(case: Case, got, want, limit: float) -> None:
