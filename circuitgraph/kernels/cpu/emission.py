@@ -44,7 +44,7 @@ def emit_projections(
     emit_linear(x, projections, n=env.plan.rows, lanes=env.lanes, block=block, tile=tile, scratch=env.scratch("packed"))
 
 
-def emit_head(env: Any, group: Group, task_columns: int, block: int, tile: Tile) -> None:
+def emit_head(env: Any, group: Group, task_columns: int, block: int) -> None:
     """lm_head, top-1, masked or not, and log-probability."""
     emit_rows(env, group.prologue)
     (linear,), (top1,) = group.anchors, group.epilogue
@@ -61,7 +61,6 @@ def emit_head(env: Any, group: Group, task_columns: int, block: int, tile: Tile)
         bias=env.buffer(linear.inputs[2]) if len(linear.inputs) == 3 else None,
         task_columns=task_columns,
         block=block,
-        tile=tile,
         packed=env.scratch("packed"),
     )
 
@@ -87,7 +86,7 @@ def emit_attend(env: Any, group: Group, splits: int, split_rows: int) -> None:
     emit_rows(env, group.epilogue)
 
 
-def emit_router(env: Any, group: Group, block: int, tile: Tile) -> None:
+def emit_router(env: Any, group: Group, block: int) -> None:
     """A row's experts and their shares."""
     (node,) = group.anchors
     emit_route(
@@ -100,7 +99,6 @@ def emit_router(env: Any, group: Group, block: int, tile: Tile) -> None:
         lanes=env.lanes,
         attrs=node.attr,
         block=block,
-        tile=tile,
         packed=env.scratch("packed"),
     )
 
