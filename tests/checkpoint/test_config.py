@@ -284,7 +284,7 @@ TOP_KEYS = (
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     rope=st.dictionaries(st.sampled_from(ROPE_KEYS), JUNK, max_size=2),

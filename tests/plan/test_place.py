@@ -37,7 +37,7 @@ def links(draw):
 
 
 @given(links(), st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_random_programs_are_placed_without_overlap(shape, rows):
     circuit = specialize(slice_entry(chain(shape), "run"), rows)
     plan = placed(circuit, rows)

@@ -330,10 +330,23 @@ class Machine(RuleBasedStateMachine):
         return [seq for seq in self.sequences if seq.drafts is None and seq.position + 8 < 126]
 
     @precondition(lambda self: self.for_device())
-    @rule(data=st.data(), num_drafts=st.integers(1, 4), catch_up=st.booleans())
-    def device_step(self, data, num_drafts: int, catch_up: bool) -> None:
+    @rule(data=st.data(), num_drafts=st.integers(1, 4), catch_up=st.booleans(), left=st.sampled_from((None, None, None, 0, 1)))
+    def device_step(self, data, num_drafts: int, catch_up: bool, left: int | None) -> None:
         """A propose, its verify, and maybe the catch-up, of which the host learns nothing; `settle` comes any time later."""
         seqs = self.some(data, self.for_device())
+        with self.crowded(left):
+            self.on_device(data, seqs, num_drafts, catch_up)
+
+    @contextmanager
+    def crowded(self, left: int | None) -> Iterator[None]:
+        """Others have been promised all free blocks but so many, if any number: a long sequence would take many steps to."""
+        ledger = self.pool.ledger
+        lease = None if left is None else self.pool.open(max(ledger.free - ledger.promised - left, 0) * self.pool.block_size)
+        yield
+        if lease is not None:
+            self.pool.close(lease)
+
+    def on_device(self, data, seqs: list[Sequence], num_drafts: int, catch_up: bool) -> None:
         ints = lambda values: torch.tensor(values, dtype=torch.int32, device=self.runner.device)  # noqa: E731
         states, n = [seq.state for seq in seqs], len(seqs)
         # The host does not look at positions, so it reserves for drafts beyond the limit, too.
