@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-# How long an example takes says how busy the machine is, not whether a test is right.
+# How long an example takes says how busy the machine is, not whether a test is right. Health checks stay on: without a deadline
+# even the one for slow draws waits for half a minute of them.
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 

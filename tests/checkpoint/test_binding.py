@@ -104,6 +104,7 @@ def test_a_sharded_checkpoint() -> None:
     assert sharded.circuit == whole.circuit
     assert sharded.digest == whole.digest
     one, other = sharded.load_weights(positions=4), whole.load_weights(positions=4)
+    assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from circuitgraph.checkpoint import read_config
@@ -133,8 +133,7 @@ def configs(draw: st.DrawFn) -> dict:
     return {**sizes, "max_position_embeddings": limit, **config}
 
 
-# Its draws are long, by the lists of factors: on a busy machine they take more than the second that hypothesis grants.
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200)
 @given(config=configs(), positions=st.integers(1, 64))
 def test_random_configs_make_the_tables_of_transformers(config: dict, positions: int) -> None:
     compare(config, positions)
