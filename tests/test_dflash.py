@@ -98,7 +98,7 @@ def test_what_a_block_is_made_of_is_a_fact(bound) -> None:
     assert circuit_from_json(circuit_to_json(bound.circuit)) == bound.circuit
 
 
-@pytest.mark.parametrize(("key", "missing"), [("block_size", "block_size"), ("dflash_config", "mask_token")])
+@pytest.mark.parametrize(("key", "missing"), [("block_size", "block_size"), ("dflash_config", "dflash_config.mask_token_id")])
 def test_a_config_that_does_not_say_it_is_refused(key: str, missing: str, tmp_path) -> None:
     config = json.loads((FIXTURES / DFLASH / "config.json").read_text())
     if key == "dflash_config":
@@ -107,5 +107,5 @@ def test_a_config_that_does_not_say_it_is_refused(key: str, missing: str, tmp_pa
         del config[key]
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=rf"{missing}: the key is missing\. Program 'dflash' needs it for {missing}"):
+    with pytest.raises(CheckpointError, match=rf"config.json: {missing}: the key is missing\. Program 'dflash' needs it for"):
         bind("auto", model=file)

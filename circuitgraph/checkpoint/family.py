@@ -132,6 +132,7 @@ class Family:
     def _values(self, config: ModelConfig) -> dict[str, Any]:
         """What the program calls otherwise than the config, and what stands for a key that the config lacks."""
         made: dict[str, Any] = {}
+        faults = []
         for key, text in self.file.values.items():
             if config.find(key) is not None:
                 made[key] = config.find(key)
@@ -141,11 +142,33 @@ class Family:
                 if isinstance(items, list) or text.otherwise is not None:
                     made[key] = " ".join(map(str, items)) if isinstance(items, list) else text.otherwise
                 continue
-            parts = [made.get(name, config.find(name)) for name in text.split(" * ")] if isinstance(text, str) else [text]
-            parts = [len(part) if isinstance(part, list) else part for part in parts]
-            if None not in parts:  # otherwise the program's key is missing, which is told where it is needed
-                made[key] = math.prod(parts)
+            if not isinstance(text, str):
+                made[key] = text
+                continue
+            parts = {name: made.get(name, config.find(name)) for name in text.split(" * ")}
+            parts = {name: len(part) if isinstance(part, list) else part for name, part in parts.items()}
+            if None in parts.values():  # the program's key is missing, which is told where it is needed
+                continue
+            if len(parts) == 1:
+                (made[key],) = parts.values()
+                continue
+            wrong = {name: part for name, part in parts.items() if isinstance(part, bool) or not isinstance(part, int | float)}
+            for name, part in wrong.items():
+                message = "the value is of the wrong kind"
+                faults.append(Fault(message, where=config.raw.file, subject=name, expected="a number", got=repr(part)))
+            if not wrong:
+                made[key] = math.prod(parts.values())
+        if faults:
+            raise CheckpointError(faults)
         return made
+
+    def spelled(self, key: str, config: ModelConfig) -> str:
+        """What a program's key is called in this family's configs, for messages."""
+        source = self.file.values.get(key)
+        if config.find(key) is not None or not isinstance(source, str | ItemsDecl):
+            in_section = config.section and config.raw.get(f"{config.section}.{key}") is not None
+            return f"{config.section}.{key}" if in_section else key
+        return source.items if isinstance(source, ItemsDecl) else source
 
     def _window(self, config: ModelConfig) -> Fault | None:
         """A fault where layers attend to a window only and the program does not.

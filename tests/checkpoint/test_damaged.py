@@ -305,7 +305,10 @@ REFUSED: dict[str, tuple[Damage, list[str]]] = {
         in_turn(config(speculators_model_type="mtp"), config(transformer_layer_config=None)),
         ["m/config.json: no family recognises this config"],
     ),
-    "a null where a number must be": (sizes(vocab_size=None), ["m/config.json: ", "vocab_size: the key is missing"]),
+    "a null where a number must be": (
+        sizes(vocab_size=None),
+        ["m/config.json: transformer_layer_config.vocab_size: the key is null; expected a positive integer"],
+    ),
     "a number as text": (sizes(hidden_size="64"), ["hidden_size: the value is of the wrong kind", "got '64'"]),
     "an unknown rope type": (
         sizes(rope_scaling={"rope_type": "yran", "factor": 2.0}),

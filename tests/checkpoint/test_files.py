@@ -147,10 +147,28 @@ def test_truncated_file(folder: Path) -> None:
     assert message.endswith(f"; got {size} bytes. Truncated or overwritten? Download it again.")
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": 3}', "[]"])
-def test_unreadable_index(folder: Path, text: str) -> None:
+WEIGHT_MAP = "weight_map: not a readable shard index; expected an object of the file of each tensor; got "
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "not a readable shard index: JSONDecodeError: Expecting property name"),
+        ("", "not a readable shard index: JSONDecodeError: Expecting value"),
+        ("[" * 100_000, "not a readable shard index: RecursionError"),
+        ("{}", f"{WEIGHT_MAP}none"),
+        ('{"weight_map": null}', f"{WEIGHT_MAP}none"),
+        ('{"weight_map": 3}', f"{WEIGHT_MAP}int"),
+        ('{"weight_map": ["a"]}', f"{WEIGHT_MAP}list"),
+        ("[]", f"{WEIGHT_MAP}none"),
+    ],
+    ids=["cut off", "empty", "nested", "nothing", "null", "number", "list", "no object"],
+)
+def test_unreadable_index(folder: Path, text: str, told: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
-    assert refusal(lambda: TensorFiles.open(folder)).startswith("m/model.safetensors.index.json: not a readable shard index: ")
+    message = refusal(lambda: TensorFiles.open(folder))
+    assert message.startswith(f"m/model.safetensors.index.json: {told}")
+    assert message.endswith("Download it again.")
 
 
 def test_pickled_data_is_mapped_and_only_needed_shards_are_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
