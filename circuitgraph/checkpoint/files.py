@@ -160,7 +160,11 @@ class TensorFiles:
 
     def _stacked_info(self, name: str) -> TensorInfo:
         """Of the stack; its parts must be equal in dtype and shape."""
-        first, *others = (self.info(part) for part in self.parts(name))
+        parts = self.parts(name)
+        if absent := [part for part in parts if part not in self._file_of]:
+            expected, hint = f"one for each of {len(parts)} experts", "Download or export the checkpoint again."
+            raise CheckpointError(Fault("an expert lacks this tensor", str(self.folder), absent[0], expected, hint=hint))
+        first, *others = (self.info(part) for part in parts)
         for other in others:
             if (other.dtype, other.shape) != (first.dtype, first.shape):
                 expected = f"{first} as in '{first.name}'"
