@@ -319,6 +319,13 @@ def work_list(
         faults.append(Fault("there is no entry to compile", where=circuit.name, hint=f"Known: {', '.join(known)}."))
     for option, given in (("widths", widths), ("context_rows", context_rows)):
         faults += _faulty_rows(circuit, option, given)
+    size = circuit.block_size if not faults and any(known[name].rows == "block" for name in wanted) else 1
+    if size > MAX_ROWS:
+        hint = "Is the block's size in the model's config right?"
+        faults.append(Fault(f"a program has at most {MAX_ROWS} rows", circuit.name, "block", got=f"{size} rows", hint=hint))
+    elif size > 1 and size * max(widths, default=1) > MAX_ROWS:
+        expected = f"at most {MAX_ROWS // size} sequences, whose blocks have {size} rows each"
+        faults.append(Fault(f"a program has at most {MAX_ROWS} rows", circuit.name, "widths", expected, str(max(widths))))
     if not faults and not context_rows:
         faults += [
             Fault(

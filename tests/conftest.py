@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
-# How long a draw takes says how busy the machine is, not whether a test is right.
-settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes says how busy the machine is, not whether a test is right. Health checks stay on: without a deadline
+# even the one for slow draws waits for half a minute of them.
+settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
 

@@ -127,14 +127,16 @@ def check_masked(circuit: Circuit, inputs, weights, cache: PagedKV, token: torch
 def test_nothing_allowed_gives_no_token(compiled: CompiledEntries) -> None:
     generator = torch.Generator().manual_seed(4)
     weights = random_weights(compiled.circuit, generator)
-    for entry, rows in compiled.plans:
-        if entry == "draft_masked":
-            cache = random_cache(compiled.circuit, [3] * rows, generator)
-            inputs = random_inputs(compiled.circuit, rows, generator)
-            inputs["allowed"][1] = 0
-            got = compiled.run(entry, inputs, weights, {"kv": cache})
-            assert (got["masked_draft"][1], got["masked_logprob"][1]) == (0, float("-inf"))
-            assert (got["masked_logprob"][[0, 2]] > float("-inf")).all()
+    masked = [rows for entry, rows in compiled.plans if entry == "draft_masked"]
+    if not masked:
+        pytest.skip("not compiled for masks")
+    for rows in masked:
+        cache = random_cache(compiled.circuit, [3] * rows, generator)
+        inputs = random_inputs(compiled.circuit, rows, generator)
+        inputs["allowed"][1] = 0
+        got = compiled.run("draft_masked", inputs, weights, {"kv": cache})
+        assert (got["masked_draft"][1], got["masked_logprob"][1]) == (0, float("-inf"))
+        assert (got["masked_logprob"][[0, 2]] > float("-inf")).all()
 
 
 def test_nobody_elses_rows_are_written(compiled: CompiledEntries) -> None:
@@ -159,9 +161,9 @@ def test_a_row_does_not_depend_on_its_neighbours(compiled: CompiledEntries) -> N
     """The same row between other neighbours gives the same bits; that is what 'whatever else is in the batch' means."""
     generator = torch.Generator().manual_seed(6)
     weights = random_weights(compiled.circuit, generator)
-    for entry, rows in compiled.plans:
-        if rows == 1 or entry == "context":
-            continue
+    several = [(entry, rows) for entry, rows in compiled.plans if rows > 1 and entry != "context"]
+    assert several
+    for entry, rows in several:
         inputs = random_inputs(compiled.circuit, rows, generator)
         other = random_inputs(compiled.circuit, rows, generator)
         cache = random_cache(compiled.circuit, [6] * rows, generator)
@@ -170,16 +172,17 @@ def test_a_row_does_not_depend_on_its_neighbours(compiled: CompiledEntries) -> N
         second = compiled.run(entry, mixed, weights, {"kv": copy_of(cache)})
         for name in first:
             assert torch.equal(first[name][0], second[name][0]), (entry, rows, name)
-            assert rows == 1 or not torch.equal(first[name][1:], second[name][1:])
+            assert not torch.equal(first[name][1:], second[name][1:])
 
 
 def test_ties_go_to_the_lowest_id(compiled: CompiledEntries) -> None:
     generator = torch.Generator().manual_seed(7)
     weights = random_weights(compiled.circuit, generator)
     head = weights["lm_head"]
-    for entry, rows in compiled.plans:
-        if entry != "draft":
-            continue
+    widths = [rows for entry, rows in compiled.plans if entry == "draft"]
+    assert widths
+    for rows in widths:
+        entry = "draft"
         cache = random_cache(compiled.circuit, [3] * rows, generator)
         inputs = random_inputs(compiled.circuit, rows, generator)
         token = int(compiled.run(entry, inputs, weights, {"kv": copy_of(cache)})["draft"][0])

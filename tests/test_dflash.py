@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
 
-from circuitgraph.checkpoint import bind
+from circuitgraph.checkpoint import bind, load_circuit
 from circuitgraph.circuit.narrow import slice_entry
 from circuitgraph.circuit.text import circuit_from_json, circuit_to_json, format_circuit
-from circuitgraph.errors import CheckpointError
+from circuitgraph.errors import CheckpointError, CircuitError
 from circuitgraph.language import parse_circuit
 from circuitgraph.pipeline import work_list
 from tests.compiled_calls import Interpreted, compile_entries
@@ -98,7 +99,19 @@ def test_what_a_block_is_made_of_is_a_fact(bound) -> None:
     assert circuit_from_json(circuit_to_json(bound.circuit)) == bound.circuit
 
 
-@pytest.mark.parametrize(("key", "missing"), [("block_size", "block_size"), ("dflash_config", "mask_token")])
+def test_programs_of_too_many_rows_are_refused() -> None:
+    """Widths are of sequences, and each has a block."""
+    told = (
+        "dflash: widths: a program has at most 1024 rows; expected at most 128 sequences, whose blocks have 8 rows each; got 129"
+    )
+    circuit = load_circuit("dflash", config=FIXTURES / DFLASH)
+    assert ("draft", 1024) in work_list(circuit, ["draft"], [128], [4])
+    with pytest.raises(CircuitError, match=re.escape(told)):
+        work_list(circuit, ["draft"], [129], [4])
+    assert ("context", 4) in work_list(circuit, ["context"], [129], [4])
+
+
+@pytest.mark.parametrize(("key", "missing"), [("block_size", "block_size"), ("dflash_config", "dflash_config.mask_token_id")])
 def test_a_config_that_does_not_say_it_is_refused(key: str, missing: str, tmp_path) -> None:
     config = json.loads((FIXTURES / DFLASH / "config.json").read_text())
     if key == "dflash_config":
@@ -107,5 +120,5 @@ def test_a_config_that_does_not_say_it_is_refused(key: str, missing: str, tmp_pa
         del config[key]
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=rf"{missing}: the key is missing\. Program 'dflash' needs it for {missing}"):
+    with pytest.raises(CheckpointError, match=rf"config.json: {missing}: the key is missing\. Program 'dflash' needs it for"):
         bind("auto", model=file)

@@ -187,8 +187,10 @@ def load_circuit(
         return resolve(load_program(program), Bindings(dims, switches or {}, act, wt, kv))
     loaded = load_program(program)
     settings = chosen.read_config(raw or RawConfig(chosen.file.example, f"the example of family '{chosen.name}'"))
-    _check_dims(loaded, settings)
-    return resolve(loaded, Bindings(settings.values, _decide(loaded, chosen, settings, switches), act, wt, kv))
+    _check_values(loaded, chosen, settings)
+    circuit = _resolved(loaded, Bindings(settings.values, _decide(loaded, chosen, settings, switches), act, wt, kv), settings)
+    _check_block(circuit, chosen, settings)
+    return circuit
 
 
 def default_config(program_or_family: str | Path) -> dict[str, Any]:
@@ -239,11 +241,12 @@ def bind(
     loaded = load_program(wanted or chosen.file.program)
     opened = _with_target(opened, chosen)
     config = chosen.counted(chosen.read_config(chosen.own_config(opened)), opened.tensors)
-    _check_dims(loaded, config)
+    _check_values(loaded, chosen, config)
     _check_target(opened, config)
     decided = _decide(loaded, chosen, config, switches)
     bindings = Bindings(config.values, decided, act, wt, kv or act)
-    circuit = resolve(loaded, bindings)
+    circuit = _resolved(loaded, bindings, config)
+    _check_block(circuit, chosen, config)
     account = Account(chosen, circuit, config, opened, wt, host_dtype)
     refs, rows = account.settle()
     act = act or wt or _most_common(refs.values())
@@ -328,16 +331,55 @@ def _decide(
     return {name: value for name, value in decided.items() if name in space or name in (given or {})}
 
 
-def _check_dims(program: Program, config: ModelConfig) -> None:
-    """Every key that the program asks for is in the config. Told here, where the config's file can be named."""
-    wanted = {**program.file.dims, **program.file.params, **program.file.constants}
-    faults = [
-        Fault("the key is missing", where=config.raw.file, subject=key, hint=f"Program '{program.name}' needs it for {name}.")
-        for name, key in wanted.items()
-        if isinstance(key, str) and name not in config.values and key not in config.values
-    ]
+def _check_values(program: Program, family: Family, config: ModelConfig) -> None:
+    """Every key that the program asks for is in the config, and of its kind. Told here, where the config's file can be named."""
+    file = program.file
+    kinds = (
+        (file.dims, "a positive integer", lambda value: type(value) is int and 0 < value < 2**31),
+        (file.params, "a finite number", lambda value: type(value) in (int, float) and math.isfinite(value)),
+        (file.constants, "an integer or a text", lambda value: type(value) in (int, str)),
+    )
+    faults = []
+    for wanted, expected, fits in kinds:
+        for name, key in wanted.items():
+            if not isinstance(key, str):
+                continue
+            value = config.values.get(name, config.values.get(key))
+            where, subject, hint = config.raw.file, family.spelled(key, config), f"Program '{program.name}' needs it for {name}."
+            if value is None:
+                faults.append(Fault("the key is missing", where=where, subject=subject, hint=hint))
+            elif not fits(value):
+                faults.append(Fault("the value is of the wrong kind", where, subject, expected, repr(value), hint))
     if faults:
         raise CheckpointError(faults)
+
+
+def _check_block(circuit: Circuit, family: Family, config: ModelConfig) -> None:
+    """A block has a row for the newest token and others for drafts, and its mask is a token."""
+    if all(entry.rows != "block" for entry in circuit.entries):
+        return
+    facts, faults = dict(circuit.facts), []
+    vocabulary = config.values["vocab_size"]
+    for name, message, expected, fits in (
+        ("block_size", "is no size of a block", "2 or more", lambda value: value >= 2),
+        ("mask_token", "is no token", f"0 to {vocabulary - 1}", lambda value: 0 <= value < vocabulary),
+    ):
+        value = facts.get(name)
+        if type(value) is not int or not fits(value):
+            faults.append(Fault(message, config.raw.file, family.spelled(name, config), expected, repr(value)))
+    if faults:
+        raise CheckpointError(faults)
+
+
+def _resolved(program: Program, bindings: Bindings, config: ModelConfig) -> Circuit:
+    """The circuit; of a shipped program, what does not fit does so because of the config's numbers."""
+    try:
+        return resolve(program, bindings)
+    except ProgramError as error:
+        if program.name not in shipped_programs():
+            raise
+        hint = f"Are the numbers in {config.raw.file} those of one model?"
+        raise ProgramError([replace(fault, hint=fault.hint or hint) for fault in error.faults]) from None
 
 
 def _with_target(model: Model, family: Family) -> Model:

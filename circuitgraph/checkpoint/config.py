@@ -17,6 +17,9 @@ from ..errors import CheckpointError, Fault, did_you_mean
 from ..runtime.rope import RopeSpec, yarn_mscale
 from .rope_config import read_rope
 
+ANY_HEAD = 1024
+"""Stands in for the columns of a head that a config does not tell: no share of it gives another fault."""
+
 
 @dataclass(frozen=True)
 class RawConfig:
@@ -65,16 +68,23 @@ def read_raw(source: str | Path | Mapping[str, Any] | RawConfig) -> RawConfig:
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8-sig"))  # some editors put a mark before the text
     except FileNotFoundError:
         hint = "Give a model folder with a config.json, or the path of a config.json."
         raise CheckpointError(Fault("the file does not exist", where=str(path), hint=hint)) from None
-    except (OSError, UnicodeDecodeError) as problem:
-        raise CheckpointError(Fault(f"cannot read the file: {problem}", where=str(path))) from None
+    except OSError as problem:
+        raise CheckpointError(Fault(f"cannot read the file: {problem.strerror}", where=str(path))) from None
+    except UnicodeDecodeError as problem:
+        message = f"not a text in UTF-8: {problem.reason} at byte {problem.start}"
+        raise CheckpointError(Fault(message, where=str(path), hint="Save it as UTF-8, or download it again.")) from None
     except json.JSONDecodeError as problem:
-        raise CheckpointError(Fault(f"not valid JSON: {problem.msg}", where=f"{path}:{problem.lineno}")) from None
+        hint = "Correct it, or download it again."
+        raise CheckpointError(Fault(f"not valid JSON: {problem.msg}", where=f"{path}:{problem.lineno}", hint=hint)) from None
+    except (RecursionError, ValueError) as problem:  # nested without end; a number of thousands of digits
+        raise CheckpointError(Fault(f"no config: {problem}", where=str(path), hint="Download it again.")) from None
     if not isinstance(data, dict):
-        raise CheckpointError(Fault("a config is a JSON object", where=str(path), got=type(data).__name__))
+        hint = "Is it the config.json of a model?"
+        raise CheckpointError(Fault("a config is a JSON object", where=str(path), got=type(data).__name__, hint=hint))
     return RawConfig(data, str(path))
 
 
@@ -101,7 +111,7 @@ def read_config(source: str | Path | Mapping[str, Any] | RawConfig, sections: Se
     values["num_key_value_heads"] = reader.count("num_key_value_heads", heads)
     head_dim = reader.head_dim(hidden, heads)
     latent = reader.get("qk_rope_head_dim") is not None  # multi-head latent attention: a part of each head is rotated
-    rope = read_rope(reader, reader.count("qk_rope_head_dim") if latent else head_dim)
+    rope = read_rope(reader, reader.count("qk_rope_head_dim", stand_in=ANY_HEAD) if latent else head_dim)
     values["head_dim"], values["rotary_dim"] = head_dim, rope.dim
     values["attention_scale"] = head_dim**-0.5
     if latent:
@@ -115,7 +125,8 @@ def read_config(source: str | Path | Mapping[str, Any] | RawConfig, sections: Se
     if reader.get("rms_norm_eps") is not None:
         values["rms_norm_eps"] = reader.number("rms_norm_eps", reader.get("rms_norm_eps"))
     values["tie_word_embeddings"] = reader.flag("tie_word_embeddings", False)
-    if heads % values["num_key_value_heads"]:
+    sound = not reader.refused("num_attention_heads") and not reader.refused("num_key_value_heads")
+    if sound and heads % values["num_key_value_heads"]:
         expected = f"a divisor of num_attention_heads ({heads})"
         reader.refuse("num_key_value_heads", "query heads do not split evenly", expected, values["num_key_value_heads"])
     if reader.faults:
@@ -166,23 +177,27 @@ class ConfigReader:
         shown = None if got is None else repr(got)
         self.faults.append(Fault(message, where=self.raw.file, subject=self._path(key), expected=expected, got=shown, hint=hint))
 
+    def refused(self, key: str) -> bool:
+        return any(fault.subject == self._path(key) for fault in self.faults)
+
     def _path(self, key: str) -> str:
         return f"{self.section}.{key}" if self.section else key
 
     def get(self, key: str) -> Any:
         return find_value(self.raw, self.section, key)
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, *, stand_in: int = 1) -> int:
         value = self.get(key)
         value = default if value is None else value
         if value is None:
-            near = [name for name in self.raw.get(self.section) if isinstance(name, str)]
-            self.refuse(key, "the key is missing", "a positive integer", hint=_near(key, near))
+            section = self.raw.get(self.section)
+            near = _near(key, [name for name in section if isinstance(name, str) and name != key])
+            self.refuse(key, "the key is null" if key in section else "the key is missing", "a positive integer", hint=near)
         elif isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
             self.refuse(key, "the value is of the wrong kind", "a positive integer", value)
         else:
             return value
-        return 1
+        return stand_in
 
     def number(self, key: str, value: Any) -> float:
         if (
@@ -201,9 +216,9 @@ class ConfigReader:
     def head_dim(self, hidden: int, heads: int) -> int:
         """After a fault a stand-in that raises no other."""
         if self.get("head_dim") is not None:
-            return self.count("head_dim")
+            return self.count("head_dim", stand_in=ANY_HEAD)
         if self.faults:
-            return 1024
+            return ANY_HEAD
         if hidden % heads:
             self.refuse("hidden_size", f"does not split into {heads} heads", got=hidden, hint="Does the config lack 'head_dim'?")
         return max(1, hidden // heads)

@@ -36,10 +36,16 @@ class ConfigSwitch(_Strict):
 
 
 class ItemsDecl(_Strict):
-    """The items of a config's list, as a text with spaces between them; `otherwise` without a list."""
+    """The items of a config's list of whole numbers, as a text with spaces between them; `otherwise` without a list."""
 
     items: str
     otherwise: str | None = None
+
+
+class CountDecl(_Strict):
+    """How many items a config's list has."""
+
+    count: str
 
 
 class LayerDecl(_Strict):
@@ -77,7 +83,7 @@ class FamilyFile(_Strict):
     sections: list[str] = Field(default_factory=lambda: [""], min_length=1)
     sizes: Literal["own", "target"] = "own"
     counts: dict[str, str] = Field(default_factory=dict)
-    values: dict[str, StrictInt | float | StrictStr | ItemsDecl] = Field(default_factory=dict)
+    values: dict[str, StrictInt | float | StrictStr | ItemsDecl | CountDecl] = Field(default_factory=dict)
     target: str | None = None
     supports: dict[str, list[ConfigValue]] = Field(default_factory=dict)
     switches: dict[str, SwitchValue | ConfigSwitch] = Field(default_factory=dict)
@@ -132,20 +138,40 @@ class Family:
     def _values(self, config: ModelConfig) -> dict[str, Any]:
         """What the program calls otherwise than the config, and what stands for a key that the config lacks."""
         made: dict[str, Any] = {}
-        for key, text in self.file.values.items():
+        faults = []
+        for key, said in self.file.values.items():
             if config.find(key) is not None:
                 made[key] = config.find(key)
-                continue
-            if isinstance(text, ItemsDecl):
-                items = config.find(text.items)
-                if isinstance(items, list) or text.otherwise is not None:
-                    made[key] = " ".join(map(str, items)) if isinstance(items, list) else text.otherwise
-                continue
-            parts = [made.get(name, config.find(name)) for name in text.split(" * ")] if isinstance(text, str) else [text]
-            parts = [len(part) if isinstance(part, list) else part for part in parts]
-            if None not in parts:  # otherwise the program's key is missing, which is told where it is needed
-                made[key] = math.prod(parts)
+            elif isinstance(said, ItemsDecl | CountDecl):
+                source = said.items if isinstance(said, ItemsDecl) else said.count
+                items = config.find(source)
+                if items is None and isinstance(said, ItemsDecl) and said.otherwise is not None:
+                    made[key] = said.otherwise
+                elif isinstance(items, list) and all(type(item) is int for item in items):
+                    made[key] = " ".join(map(str, items)) if isinstance(said, ItemsDecl) else len(items)
+                elif items is not None:
+                    faults.append(_wrong_kind(config, source, "a list of whole numbers", items))
+            elif isinstance(said, str):
+                parts = {name: made.get(name, config.find(name)) for name in said.split(" * ")}
+                wrong = {name: part for name, part in parts.items() if len(parts) > 1 and type(part) not in (int, float)}
+                if None in parts.values():  # the program's key is missing, which is told where it is needed
+                    continue
+                faults += [_wrong_kind(config, name, "a number", part) for name, part in wrong.items()]
+                if not wrong:
+                    made[key] = math.prod(parts.values()) if len(parts) > 1 else parts[said]
+            else:
+                made[key] = said
+        if faults:
+            raise CheckpointError(list(dict.fromkeys(faults)))
         return made
+
+    def spelled(self, key: str, config: ModelConfig) -> str:
+        """What a program's key is called in this family's configs, for messages."""
+        said = self.file.values.get(key)
+        if config.find(key) is None and isinstance(said, str | ItemsDecl | CountDecl):
+            return said if isinstance(said, str) else said.items if isinstance(said, ItemsDecl) else said.count
+        in_section = config.section and config.raw.get(f"{config.section}.{key}") is not None
+        return f"{config.section}.{key}" if in_section else key
 
     def _window(self, config: ModelConfig) -> Fault | None:
         """A fault where layers attend to a window only and the program does not.
@@ -281,6 +307,10 @@ def recognise(config: RawConfig, program: str | None = None) -> Family:
     hint = "Name the family if you know that its layout fits, or write a family file (docs/language.md)."
     message = f"no family{of_program} recognises this config"
     raise CheckpointError(Fault(message, where=config.file, expected=expected, got=got, hint=hint))
+
+
+def _wrong_kind(config: ModelConfig, key: str, expected: str, got: Any) -> Fault:
+    return Fault("the value is of the wrong kind", where=config.raw.file, subject=key, expected=expected, got=repr(got))
 
 
 def _conditions(family: Family) -> str:

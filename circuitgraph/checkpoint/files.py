@@ -160,11 +160,16 @@ class TensorFiles:
 
     def _stacked_info(self, name: str) -> TensorInfo:
         """Of the stack; its parts must be equal in dtype and shape."""
-        first, *others = (self.info(part) for part in self.parts(name))
+        parts = self.parts(name)
+        if absent := [part for part in parts if part not in self._file_of]:
+            expected, hint = f"one for each of {len(parts)} experts", "Download or export the checkpoint again."
+            raise CheckpointError(Fault("an expert lacks this tensor", str(self.folder), absent[0], expected, hint=hint))
+        first, *others = (self.info(part) for part in parts)
         for other in others:
             if (other.dtype, other.shape) != (first.dtype, first.shape):
                 expected = f"{first} as in '{first.name}'"
-                fault = Fault("experts differ", where=str(other.file), subject=other.name, expected=expected, got=str(other))
+                hint = "The experts of a layer are read as one tensor: export them alike."
+                fault = Fault("experts differ", str(other.file), other.name, expected, str(other), hint)
                 raise CheckpointError(fault)
         return TensorInfo(name, first.dtype, (len(others) + 1, *first.shape), first.file)
 
@@ -221,11 +226,18 @@ def _info(name: str, tensor: torch.Tensor, file: Path) -> TensorInfo:
 def _read_index(path: Path) -> dict[str, Path]:
     """The file of every tensor. Whether the files are there is not looked at."""
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)["weight_map"]
-        shard_of = {str(name): str(shard) for name, shard in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    except (OSError, ValueError, RecursionError) as problem:
         reason = f"{type(problem).__name__}: {problem}"
-        raise CheckpointError(Fault(f"not a readable shard index: {reason}", where=str(path))) from None
+        hint = "Download it again."
+        raise CheckpointError(Fault(f"not a readable shard index: {reason}", where=str(path), hint=hint)) from None
+    weight_map = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(weight_map, dict):
+        got = "none" if weight_map is None else type(weight_map).__name__
+        expected, hint = "an object of the file of each tensor", "Download it again."
+        message = "not a readable shard index"
+        raise CheckpointError(Fault(message, where=str(path), subject="weight_map", expected=expected, got=got, hint=hint))
+    shard_of = {str(name): str(shard) for name, shard in weight_map.items()}
     suffixes = SUFFIXES if path.name == PICKLED_INDEX else (".safetensors",)
     faults = []
     for name, shard in shard_of.items():

@@ -52,18 +52,21 @@ class Kernel:
         raise NotImplementedError
 
 
-def refuse_packed(plan: Plan, group: Group, reads: Collection[str] = ()) -> str | None:
+def refuse_packed(plan: Plan, group: Group, reads: Collection[str] = (), matrices: Collection[str] = ()) -> str | None:
     """Why a template that reads quantised weights of the formats `reads` alone cannot compute `group`, or None.
+
+    matrices: names of those whose storage the caller judges itself.
 
     Every template asks this, or what its target has for kernels that read some storages (`refuse_quantised` on CUDA,
     `refuse_storages` on CPUs): one that knows nothing of storage would take bytes for numbers of another kind.
     """
     storage = plan.circuit.storage
-    foreign = [f"'{name}' in {storage[name]}" for name in group.inputs if name in storage and storage[name].format not in reads]
+    packed = [name for name in group.inputs if name in storage and name not in matrices]
+    foreign = [f"'{name}' in {storage[name]}" for name in packed if storage[name].format not in reads]
     if not foreign:
         return None
     said = f"plain weights and {', '.join(reads)}" if reads else "plain weights"
-    return f"reads {said}, got {', '.join(foreign)}"
+    return f"reads {said}{' beside its matrices' if matrices else ''}, got {', '.join(foreign)}"
 
 
 def within(default: int, least: int, most: int) -> Any:

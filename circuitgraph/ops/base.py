@@ -140,6 +140,17 @@ def element_cost(ins: Sequence[Any], outs: Sequence[Any], flops_per_element: int
     return Cost(moved, made * flops_per_element)
 
 
+def moving_all(flops_per_element: int) -> Any:
+    """A `cost` for a class: `element_cost` of all inputs and outputs."""
+    return staticmethod(lambda ins, outs, attrs, context: element_cost(ins, outs, flops_per_element))
+
+
+def product_cost(ins: Sequence[Any], outs: Sequence[Any]) -> Cost:
+    """Of x [n, K] with a matrix [N, K], the first two inputs."""
+    rows, columns = ins[0].shape
+    return Cost(element_cost(ins, outs, 0).bytes, 2 * rows * columns * ins[1].shape[0])
+
+
 def need_float(types: Sequence[Any], *positions: int) -> None:
     for position in positions:
         item = types[position]
@@ -157,6 +168,12 @@ def need_rank(item: Any, ranks: Sequence[int], what: str) -> None:
     if not isinstance(item, TensorType) or item.rank not in ranks:
         expected = " or ".join(f"{rank} axes" for rank in ranks)
         raise TypeRuleError(f"{what} has the wrong number of axes", expected=expected, got=str(item))
+
+
+def need_ints(item: Any, ranks: Sequence[int], what: str, dtypes: Sequence[str] = ("i32",)) -> None:
+    need_rank(item, ranks, what)
+    if item.dtype not in dtypes:
+        raise TypeRuleError(f"{what} must be {' or '.join(dtypes)}", got=str(item))
 
 
 def random_tensors(types: Sequence[Any], generator: torch.Generator) -> list[torch.Tensor]:

@@ -12,9 +12,12 @@ from .base import (
     Sample,
     TypeRuleError,
     element_cost,
+    moving_all,
     need_float,
+    need_ints,
     need_rank,
     need_shape,
+    product_cost,
     random_tensors,
     register,
 )
@@ -56,8 +59,7 @@ class Linear(Op):
 
     @staticmethod
     def cost(ins, outs, attrs, context):
-        rows, columns = ins[0].shape
-        return Cost(element_cost(ins, outs, 0).bytes, 2 * rows * columns * ins[1].shape[0])
+        return product_cost(ins, outs)
 
     @staticmethod
     def samples(rows):
@@ -199,9 +201,7 @@ class MaskedTop1(Op):
         bits = allowed[:, columns // MASK_BITS] >> (columns % MASK_BITS).to(torch.int32)
         return _best(logits, ((bits & 1) == 1) & ~logits.isnan())
 
-    @staticmethod
-    def cost(ins, outs, attrs, context):
-        return Cost(element_cost(ins, outs, 0).bytes, 4 * ins[0].elements())
+    cost = staticmethod(Top1.cost)
 
     @staticmethod
     def samples(rows):
@@ -226,10 +226,8 @@ class OwnMask(Op):
     @staticmethod
     def infer(types, attrs, ctx):
         allowed, offsets = types
-        need_rank(allowed, (2,), "the mask")
-        need_rank(offsets, (1,), "the offsets")
-        if allowed.dtype != "i32" or offsets.dtype not in ("i32", "i64"):
-            raise TypeRuleError("a mask is i32, offsets i32 or i64", got=f"{allowed} and {offsets}")
+        need_ints(allowed, (2,), "the mask")
+        need_ints(offsets, (1,), "the offsets", ("i32", "i64"))
         return (TensorType("i32", (allowed.shape[0], -(-offsets.shape[0] // MASK_BITS))),)
 
     @staticmethod
@@ -242,9 +240,7 @@ class OwnMask(Op):
         words = (bits << torch.arange(MASK_BITS, device=bits.device)).sum(-1)
         return (torch.where(words >= 2**31, words - 2**32, words).to(torch.int32),)
 
-    @staticmethod
-    def cost(ins, outs, attrs, context):
-        return element_cost((ins[0], ins[1], *outs), outs, 0)
+    cost = moving_all(0)
 
     @staticmethod
     def samples(rows):

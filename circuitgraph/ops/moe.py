@@ -14,10 +14,10 @@ from .base import (
     Op,
     Sample,
     TypeRuleError,
-    element_cost,
     need_float,
     need_rank,
     need_shape,
+    product_cost,
     random_tensors,
     register,
 )
@@ -79,8 +79,7 @@ class Route(Op):
 
     @staticmethod
     def cost(ins, outs, attrs, context):
-        rows, columns = ins[0].shape
-        return Cost(element_cost(ins, outs, 0).bytes, 2 * rows * columns * ins[1].shape[0])
+        return product_cost(ins, outs)
 
     @staticmethod
     def samples(rows):

@@ -12,7 +12,9 @@ from .base import (
     Sample,
     TypeRuleError,
     element_cost,
+    moving_all,
     need_float,
+    need_ints,
     need_rank,
     need_shape,
     random_tensors,
@@ -30,11 +32,9 @@ class Embed(Op):
     @staticmethod
     def infer(types, attrs, ctx):
         ids, table = types
-        need_rank(ids, (1,), "ids")
+        need_ints(ids, (1,), "ids")
         need_rank(table, (2,), "the embedding table")
         need_float(types, 1)
-        if ids.dtype != "i32":
-            raise TypeRuleError("token ids must be i32", got=str(ids))
         return (TensorType(ctx.act, (ids.shape[0], table.shape[1])),)
 
     @staticmethod
@@ -80,9 +80,7 @@ class Shift(Op):
     def reference(args, attrs, ctx):
         return (args[0] + attrs["by"],)
 
-    @staticmethod
-    def cost(ins, outs, attrs, context):
-        return element_cost(ins, outs, 0)
+    cost = moving_all(0)
 
     @staticmethod
     def samples(rows):
@@ -111,9 +109,7 @@ class ZeroAt(Op):
         x, position = args
         return (torch.where((position == attrs["value"])[:, None], torch.zeros_like(x), x),)
 
-    @staticmethod
-    def cost(ins, outs, attrs, context):
-        return element_cost(ins, outs, 0)
+    cost = moving_all(0)
 
     @staticmethod
     def samples(rows):
@@ -152,9 +148,7 @@ class RmsNorm(Op):
         weight = scale.float() + (1.0 if attrs["flavour"] == "zero_centred" else 0.0)
         return ((wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + attrs["eps"]) * weight).to(x.dtype),)
 
-    @staticmethod
-    def cost(ins, outs, attrs, context):
-        return element_cost(ins, outs, 4)
+    cost = moving_all(4)
 
     @staticmethod
     def samples(rows):
@@ -187,9 +181,7 @@ class Cat(Op):
     def reference(args, attrs, ctx):
         return (torch.cat(list(args), dim=-1),)
 
-    @staticmethod
-    def cost(ins, outs, attrs, context):
-        return element_cost(ins, outs, 0)
+    cost = moving_all(0)
 
     @staticmethod
     def samples(rows):
@@ -206,10 +198,8 @@ class TargetIds(Op):
     @staticmethod
     def infer(types, attrs, ctx):
         ids, offsets = types
-        need_rank(ids, (1,), "ids")
-        need_rank(offsets, (1,), "the offsets")
-        if ids.dtype != "i32" or offsets.dtype not in ("i32", "i64"):
-            raise TypeRuleError("ids are i32, offsets i32 or i64", got=f"{ids} and {offsets}")
+        need_ints(ids, (1,), "ids")
+        need_ints(offsets, (1,), "the offsets", ("i32", "i64"))
         return (ids,)
 
     @staticmethod
@@ -259,9 +249,7 @@ class Columns(Op):
     def reference(args, attrs, ctx):
         return (torch.stack(list(args), dim=-1),)
 
-    @staticmethod
-    def cost(ins, outs, attrs, context):
-        return element_cost(ins, outs, 0)
+    cost = moving_all(0)
 
     @staticmethod
     def samples(rows):
@@ -304,9 +292,7 @@ class Add(Op):
     def reference(args, attrs, ctx):
         return ((args[0].float() + args[1].float()).to(args[0].dtype),)
 
-    @staticmethod
-    def cost(ins, outs, attrs, context):
-        return element_cost(ins, outs, 1)
+    cost = moving_all(1)
 
 
 @register
@@ -322,9 +308,7 @@ class Mul(Op):
     def reference(args, attrs, ctx):
         return ((args[0].float() * args[1].float()).to(args[0].dtype),)
 
-    @staticmethod
-    def cost(ins, outs, attrs, context):
-        return element_cost(ins, outs, 1)
+    cost = moving_all(1)
 
 
 @register
@@ -346,9 +330,7 @@ class ScaleRows(Op):
     def reference(args, attrs, ctx):
         return ((args[0].float() * args[1].float()).to(args[0].dtype),)
 
-    @staticmethod
-    def cost(ins, outs, attrs, context):
-        return element_cost(ins, outs, 1)
+    cost = moving_all(1)
 
     @staticmethod
     def samples(rows):
@@ -368,9 +350,7 @@ class Silu(Op):
     def reference(args, attrs, ctx):
         return (torch.nn.functional.silu(args[0].float()).to(args[0].dtype),)
 
-    @staticmethod
-    def cost(ins, outs, attrs, context):
-        return element_cost(ins, outs, 4)
+    cost = moving_all(4)
 
 
 @register
@@ -386,9 +366,7 @@ class Sigmoid(Op):
     def reference(args, attrs, ctx):
         return (torch.sigmoid(args[0].float()).to(args[0].dtype),)
 
-    @staticmethod
-    def cost(ins, outs, attrs, context):
-        return element_cost(ins, outs, 3)
+    cost = moving_all(3)
 
 
 @register

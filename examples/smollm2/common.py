@@ -55,6 +55,16 @@ def chat(prompt: str, system: str = SYSTEM) -> str:
     return f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
 
 
+def encode(tokenizer: PreTrainedTokenizerBase, line: str) -> np.ndarray:
+    """A user's prompt as the target gets it."""
+    return np.asarray(tokenizer(chat(line), add_special_tokens=False)["input_ids"], np.int64)
+
+
+def prompt_lines(file: Path, most: int | None = None) -> list[str]:
+    """The prompts of a text file, one a line."""
+    return [line for line in file.read_text().splitlines() if line.strip()][:most]
+
+
 def head_config(target: PreTrainedModel) -> dict:
     """config.json of the head: the target's sizes, one MTP layer."""
     c = target.config

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import typer
-from common import HERE, Corpus, Rows, batches, chat, head_depth, load_head, load_target, padded, shifted
+from common import HERE, Corpus, Rows, batches, encode, head_depth, load_head, load_target, padded, prompt_lines, shifted
 from generate_data import Decoder, cut_loop, generate_all
 from torch import Tensor
 from tqdm import tqdm
@@ -128,12 +128,8 @@ def main(
     model, tokenizer = load_target(target, torch.float32, device)
     weights, config = load_head(head, device)
     rows, budget = (512, 16384) if device.startswith("cuda") else (32, 2048)
-
-    def encode(line: str) -> np.ndarray:
-        return np.asarray(tokenizer(chat(line), add_special_tokens=False)["input_ids"], np.int64)
-
-    lines = [line for line in prompts.read_text().splitlines() if line.strip()]
-    sets = {"evaluation prompts": greedy(model, [encode(line) for line in lines], limit, rows)}
+    lines = prompt_lines(prompts)
+    sets = {"evaluation prompts": greedy(model, [encode(tokenizer, line) for line in lines], limit, rows)}
     if heldout is not None:
         # Their greedy answers, cut before they repeat, are in the file; sampled prompts come first, scripted ones last.
         corpus = Corpus.load(heldout)

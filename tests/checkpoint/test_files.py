@@ -147,10 +147,28 @@ def test_truncated_file(folder: Path) -> None:
     assert message.endswith(f"; got {size} bytes. Truncated or overwritten? Download it again.")
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": 3}', "[]"])
-def test_unreadable_index(folder: Path, text: str) -> None:
+WEIGHT_MAP = "weight_map: not a readable shard index; expected an object of the file of each tensor; got "
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "not a readable shard index: JSONDecodeError: Expecting property name"),
+        ("", "not a readable shard index: JSONDecodeError: Expecting value"),
+        ("[" * 100_000, "not a readable shard index: RecursionError"),
+        ("{}", f"{WEIGHT_MAP}none"),
+        ('{"weight_map": null}', f"{WEIGHT_MAP}none"),
+        ('{"weight_map": 3}', f"{WEIGHT_MAP}int"),
+        ('{"weight_map": ["a"]}', f"{WEIGHT_MAP}list"),
+        ("[]", f"{WEIGHT_MAP}none"),
+    ],
+    ids=["cut off", "empty", "nested", "nothing", "null", "number", "list", "no object"],
+)
+def test_unreadable_index(folder: Path, text: str, told: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
-    assert refusal(lambda: TensorFiles.open(folder)).startswith("m/model.safetensors.index.json: not a readable shard index: ")
+    message = refusal(lambda: TensorFiles.open(folder))
+    assert message.startswith(f"m/model.safetensors.index.json: {told}")
+    assert message.endswith("Download it again.")
 
 
 def test_pickled_data_is_mapped_and_only_needed_shards_are_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +214,7 @@ def test_bytes_at_random_are_read_or_refused(folder: Path, name: str, how: dict)
     else:
         torch.save(tensors, folder / name, _use_new_zipfile_serialization=not how)
     whole, random = (folder / name).read_bytes(), Random(5)
-    safe = 0
+    safe = refused = 0
     for _ in range(100):
         data = bytearray(whole)
         for _ in range(random.randint(1, 4)):
@@ -207,6 +225,8 @@ def test_bytes_at_random_are_read_or_refused(folder: Path, name: str, how: dict)
             files.load(list(files))
         except CheckpointError as problem:
             safe += "weights_only" not in str(problem)
+            refused += 1
             continue
         safe += 1
     assert safe == 100
+    assert refused > 50, "nothing was damaged"

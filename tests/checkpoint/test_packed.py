@@ -87,7 +87,7 @@ def fp8_values(rows: int, columns: int, scale_of, values: torch.Tensor) -> torch
     return table[values.int()] * scale
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(shape=shapes, block=st.sampled_from([(0, 0), (1, 0), (128, 128), (64, 32), (1, 128)]), seed=st.integers(0, 99))
 def test_fp8(shape: tuple[int, int], block: tuple[int, int], seed: int) -> None:
     generator, (rows, columns) = torch.Generator().manual_seed(seed), shape
@@ -103,7 +103,7 @@ def test_fp8(shape: tuple[int, int], block: tuple[int, int], seed: int) -> None:
         torch.testing.assert_close(found, expected.to(dtype), rtol=0, atol=0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rows=st.integers(1, 40), blocks=st.integers(1, 6), divides=st.booleans(), seed=st.integers(0, 99))
 def test_nvfp4(rows: int, blocks: int, divides: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -119,7 +119,7 @@ def test_nvfp4(rows: int, blocks: int, divides: bool, seed: int) -> None:
             assert math.isclose(found[row, column].item(), e2m1(byte >> 4 if column % 2 else byte & 15) * scale, rel_tol=1e-6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rows=st.integers(1, 40), blocks=st.integers(1, 4), apart=st.booleans(), seed=st.integers(0, 99))
 def test_mxfp4(rows: int, blocks: int, apart: bool, seed: int) -> None:
     """`apart`: the 16 bytes of a scale in a dimension of their own, as gpt-oss has them."""
@@ -159,7 +159,7 @@ def test_experts_that_are_stored_one_by_one(tmp_path: Path) -> None:
         assert torch.equal(values[index], read(tmp_path, f"m.{index}.w.weight")[1])
     del tensors["m.1.w.weight_scale_inv"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"no tensor 'm.1.w.weight_scale_inv'"):
+    with pytest.raises(CheckpointError, match=r"m.1.w.weight_scale_inv: an expert lacks this tensor; expected one for each of 3 experts"):
         read(tmp_path, "m.{expert}.w.weight")
 
 

@@ -45,7 +45,7 @@ def largest_of_blocks(values: torch.Tensor, storage: Storage) -> torch.Tensor:
     return out
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(list(KINDS)),
     rows=st.integers(1, 150),

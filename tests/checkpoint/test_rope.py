@@ -133,7 +133,7 @@ def configs(draw: st.DrawFn) -> dict:
     return {**sizes, "max_position_embeddings": limit, **config}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(config=configs(), positions=st.integers(1, 64))
 def test_random_configs_make_the_tables_of_transformers(config: dict, positions: int) -> None:
     compare(config, positions)

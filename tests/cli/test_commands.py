@@ -114,6 +114,7 @@ def test_verify(run, artifact):
     report = json.loads(result.stdout)
     assert report["passed"]
     assert {(check["entry"], check["rows"]) for check in report["checks"]} == {("draft", 1), ("draft", 3), ("context", 4)}
+    assert report["controls"]
     assert all(control["passed"] for control in report["controls"])
     assert {"draft", "logprob", "next_hidden", "kv rows", "kv rest"} <= {check["name"] for check in report["checks"]}
 

@@ -49,6 +49,7 @@ def test_texts_are_identical(run, artifact, target):
     report = json.loads(result.stdout)
     assert report["identical"] == report["prompts"] == 2
     assert [text["prompt"] for text in report["texts"]] == ["hello", "drafts"]
+    assert len(report["acceptance"]) == 3
     assert all(0 <= share <= 1 for share in report["acceptance"])
     assert 1 <= report["mean_accepted_length"] <= 4
     assert "2/2" in run(*arguments).stdout

@@ -59,6 +59,21 @@ def test_nothing_failed_and_only_what_may_was_skipped(record):
     assert {test for test, outcome in record["tests"].items() if outcome == "skipped"} <= set(expected.MAY_SKIP)
 
 
+@pytest.mark.parametrize("name", expected.NOT_RUN)
+def test_what_has_not_run_is_a_case_that_the_record_lacks(name, record):
+    """A case that ran leaves `NOT_RUN`, or a later change of its kernels would go unnoticed."""
+    assert name in {case.name for case in CASES}
+    assert name not in record["programs"], "it ran: take it out of expected.NOT_RUN"
+    assert name not in record["inputs"]
+    assert not [test for test in record["tests"] if expected.artifact_of(test) == name]
+
+
+def test_nothing_is_named_twice():
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)
+    assert len(set(expected.NOT_RUN)) == len(expected.NOT_RUN)
+
+
 def test_the_record_says_where_and_when(record):
     assert all(record[name] for name in ("device", "driver", "torch", "cuda"))
     datetime.date.fromisoformat(record["date"])

@@ -11,6 +11,11 @@ from circuitgraph.kernels.cpu import build
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 
 
+def name(kind, *parts):
+    """Of a case's function."""
+    return "_".join([kind, *map(str, parts)])
+
+
 def declare(name, shape, dtype):
     """A PrimFunc argument that may have any element alignment, as a borrowed checkpoint tensor may."""
     size = torch.empty(0, dtype=getattr(torch, dtype)).element_size()

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tvm.tirx.script import builder as T
 
 from circuitgraph.kernels.cpu import attention, head_linear, latent, sizes
 from circuitgraph.ops import TABLE, OpContext
-from tests.kernels.cpu_harness import assert_close, compile_cases, declare, poisoned, random
+from tests.kernels.cpu_harness import assert_close, compile_cases, declare, name, poisoned, random
+from tests.kernels.paged_cache import BLOCK_SIZES, addressing_arguments, cache_arguments, check_append, paged, places
 
 # n, heads, latent columns, rotated columns, cache dtype, activation dtype, splits
 ATTENDS = [
@@ -16,8 +16,6 @@ ATTENDS = [
     (8, 1, 7, 3, "float32", "bfloat16", 3),
     (17, 3, 16, 64, "bfloat16", "bfloat16", 1),
 ]
-BLOCK_SIZES = (16, 1, 5)
-LONGEST = 75
 # n, heads, rows of a head's block, start, size, latent columns, columns before x, activation dtype, weight dtype
 PRODUCTS = [
     (n, 3, 13, start, 5, 21, skip, x, w)
@@ -29,26 +27,15 @@ PRODUCTS = [
 PRODUCTS += [(4, 2, 48, 16, 32, 64, 0, "float32", "bfloat16"), (3, 1, 40, 0, 37, 530, 0, "float32", "float32")]
 
 
-def name(kind, *parts):
-    return "_".join([kind, *map(str, parts)])
-
-
-def cache_arguments(rotated, columns, dtype):
-    blocks, block_size = T.int32(), T.int32()
-    return [declare(part, (blocks, 1, block_size, dim), dtype) for part, dim in (("rotated", rotated), ("latent", columns))]
-
-
 def attend(n, heads, columns, rotated, cache_dtype, dtype, splits):
     def emit(lanes):
         q = [declare(part, (n, heads, dim), dtype) for part, dim in (("q_latent", columns), ("q_rotated", rotated))]
-        caches = cache_arguments(rotated, columns, cache_dtype)
-        sequences, width = T.int32(), T.int32()
-        table, sequence = declare("table", (sequences, width), "int32"), declare("sequence", (n,), "int32")
-        start, length = declare("start", (sequences,), "int32"), declare("length", (n,), "int32")
+        caches = cache_arguments(("rotated", "latent"), 1, (rotated, columns), cache_dtype)
+        addressing = addressing_arguments(n)
         out = declare("out", (n, heads, columns), dtype)
         scratch = declare("scratch", (sizes.attention_scratch_floats(n, heads, columns, splits),), "float32")
         latent.emit_latent_attention(
-            *q, *caches, table, sequence, start, length, out,
+            *q, *caches, *addressing, out,
             n=n, lanes=lanes, scale=0.21, splits=splits, scratch=scratch, split_rows=8,
         )  # fmt: skip
 
@@ -58,7 +45,7 @@ def attend(n, heads, columns, rotated, cache_dtype, dtype, splits):
 def append(n, columns, rotated, cache_dtype, dtype):
     def emit(lanes):
         new = [declare(part, (n, 1, dim), dtype) for part, dim in (("new_rotated", rotated), ("new_latent", columns))]
-        caches = cache_arguments(rotated, columns, cache_dtype)
+        caches = cache_arguments(("rotated", "latent"), 1, (rotated, columns), cache_dtype)
         attention.emit_kv_append(*new, *caches, declare("slot", (n,), "int32"), n=n, lanes=lanes)
 
     return emit
@@ -94,46 +81,14 @@ def library(tmp_path_factory):
     return compile_cases(cases, tmp_path_factory.mktemp("latent"))
 
 
-def paged(n, block_size, columns, rotated, dtype):
-    """Rows of unequal context, some idle or with one visible row, in a cache that is NaN wherever nobody may read."""
-    generator = torch.Generator().manual_seed(block_size)
-    sequences = n + 1
-    width = -(-LONGEST // block_size) + 1
-    blocks = sequences * width + 3
-    caches = [poisoned((blocks, 1, block_size, dim), dtype) for dim in (rotated, columns)]
-    table = torch.full((sequences, width), 2**30, dtype=torch.int32)
-    order = torch.randperm(blocks, generator=generator).int()
-    start = torch.randint(0, 9, (sequences,), generator=generator).int()
-    sequence = torch.randperm(sequences, generator=generator)[:n].int()
-    length = torch.randint(10, LONGEST, (n,), generator=generator).int()
-    length[0] = LONGEST - 1
-    if n > 2:
-        length[1], sequence[1] = 0, -1  # an idle row, whose sequence index is not to be used
-        length[2] = start[sequence[2]] + 1
-    taken = 0
-    for i in range(n):
-        if length[i] == 0:
-            continue
-        used = -(-int(length[i]) // block_size)
-        table[sequence[i], :used] = order[taken : taken + used]
-        taken += used
-        rows = torch.arange(start[sequence[i]], length[i])
-        at = table[sequence[i]][rows // block_size].long(), 0, rows % block_size
-        for cache in caches:
-            cache[at] = random((len(rows), cache.shape[3]), dtype, seed=i)
-    return caches, table, sequence, start, length
-
-
 def attended(q, caches, table, sequence, start, length):
     """In fp64, row by row."""
     out = torch.zeros(q[0].shape, dtype=torch.float64)
-    block_size = caches[0].shape[2]
     for i in range(len(length)):
         if length[i] == 0:
             continue
-        rows = torch.arange(start[sequence[i]], length[i])
-        blocks = table[sequence[i]][rows // block_size].long()
-        rotated, columns = (cache.double()[blocks, 0, rows % block_size] for cache in caches)
+        at = places(table, sequence, start, length, i, caches[0].shape[2])
+        rotated, columns = (cache.double()[at][:, 0] for cache in caches)
         scores = q[0][i].double() @ columns.T + q[1][i].double() @ rotated.T
         out[i] = torch.softmax(scores * 0.21, -1) @ columns
     return out
@@ -143,7 +98,7 @@ def attended(q, caches, table, sequence, start, length):
 @pytest.mark.parametrize("case", ATTENDS, ids=lambda case: name("", *case))
 def test_attention(library, case, block_size):
     n, heads, columns, rotated, cache_dtype, dtype, splits = case
-    caches, *addressing = paged(n, block_size, columns, rotated, cache_dtype)
+    caches, *addressing = paged(n, block_size, 1, (rotated, columns), cache_dtype)
     q = [random((n, heads, dim), dtype, seed=7) for dim in (columns, rotated)]
     out = poisoned((n, heads, columns), dtype)
     scratch = poisoned((sizes.attention_scratch_floats(n, heads, columns, splits),))
@@ -161,19 +116,7 @@ def test_attention(library, case, block_size):
 @pytest.mark.parametrize("case", APPENDS, ids=lambda case: name("", *case))
 def test_append(library, case, block_size):
     n, columns, rotated, cache_dtype, dtype = case
-    new = [random((n, 1, dim), dtype, dim) for dim in (rotated, columns)]
-    caches = [random((7, 1, block_size, dim), cache_dtype, dim + 1) for dim in (rotated, columns)]
-    slot = torch.randperm(7 * block_size, generator=torch.Generator().manual_seed(1))[:n].int()
-    if n > 3:
-        slot[1], slot[3] = -1, 7 * block_size  # nothing; past the end
-    want = [cache.clone() for cache in caches]
-    for i, at in enumerate(slot.tolist()):
-        if 0 <= at < 7 * block_size:
-            for cache, row in zip(want, new, strict=True):
-                cache[at // block_size, 0, at % block_size] = row[i, 0].to(cache.dtype)
-    library[name("append", *case)](*new, *caches, slot)
-    for got, expected in zip(caches, want, strict=True):
-        assert torch.equal(got, expected)
+    check_append(library[name("append", *case)], 1, (rotated, columns), dtype, cache_dtype, n, block_size)
 
 
 @pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: name("", *case))

@@ -7,7 +7,7 @@ import torch
 
 from circuitgraph.kernels.cpu import linear, sizes, top1
 from circuitgraph.kernels.cpu import vector as v
-from tests.kernels.cpu_harness import assert_close, compile_cases, declare, poisoned, random
+from tests.kernels.cpu_harness import assert_close, compile_cases, declare, name, poisoned, random
 
 WIDTHS = (1, 2, 3, 5, 8, 17, 64)
 DTYPES = ("float32", "float16", "bfloat16")
@@ -67,10 +67,6 @@ def head(n, vocabulary, dtype, masked=False):
         top1.emit_linear_top1(x, w, token, logprob, scratch, n=n, lanes=lanes, allowed=allowed, task_columns=64)
 
     return emit
-
-
-def name(kind, *parts):
-    return "_".join([kind, *map(str, parts)])
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from circuitgraph.circuit.ir import Storage, Weight
 from circuitgraph.circuit.types import TensorType
 from circuitgraph.kernels.cpu import linear, packed, sizes, top1
 from circuitgraph.kernels.cpu import vector as v
-from tests.kernels.cpu_harness import assert_close, compile_cases, declare, poisoned, random
+from tests.kernels.cpu_harness import assert_close, compile_cases, declare, name, poisoned, random
 
 STORAGES = {
     "fp8_tensor": Storage("fp8", (0, 0)),
@@ -97,10 +97,6 @@ def gated(kinds: tuple[str, str], n: int):
         linear.emit_linear(x, [linear.Projection((g, u), multiply)], n=n, lanes=lanes)
 
     return emit
-
-
-def name(kind: str, *parts: object) -> str:
-    return "_".join([kind, *map(str, parts)])
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def links(draw):
 
 
 @given(links(), st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_random_programs_are_placed_without_overlap(shape, rows):
     circuit = specialize(slice_entry(chain(shape), "run"), rows)
     plan = placed(circuit, rows)
@@ -60,5 +60,22 @@ def test_verifier_refuses_an_overlap():
     circuit = specialize(slice_entry(chain([(0, 0), (1, 0), (1, 0), (3, 0)]), "run"), 4)
     plan = placed(circuit, 4)
     broken = {name: Slot(0, slot.bytes) for name, slot in plan.slots.items()}
-    with pytest.raises(CircuitError, match=r"while both are live|badly placed"):
+    with pytest.raises(CircuitError, match=r"^run_4: v\d: shares bytes with 'v\d' while both are live$"):
         verify_placement(replace(plan, slots=broken))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda slot: Slot(slot.offset + 4, slot.bytes),
+        lambda slot: Slot(1 << 20, slot.bytes),
+        lambda slot: Slot(slot.offset, slot.bytes - 1),
+    ],
+    ids=["unaligned", "outside", "short"],
+)
+def test_verifier_refuses_a_slot_that_is_none(wrong):
+    plan = placed(specialize(slice_entry(chain([(0, 0), (1, 0), (1, 0), (3, 0)]), "run"), 4), 4)
+    name = next(iter(plan.slots))
+    verify_placement(plan)
+    with pytest.raises(CircuitError, match=rf"^run_4: {name}: is badly placed at \d+"):
+        verify_placement(replace(plan, slots={**plan.slots, name: wrong(plan.slots[name])}))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from circuitgraph.errors import RuntimeUseError
@@ -178,7 +178,7 @@ class Machine(RuleBasedStateMachine):
         dense = dense_of(self.reference, self.trim)
         need = 0 if asked is None else self.pool.blocks_for(dense.promise(asked))
         if need > ledger.free - ledger.promised:
-            with self.changing_nothing(), pytest.raises(PoolExhausted):
+            with self.changing_nothing(), pytest.raises(PoolExhausted, match="cannot promise"):
                 self.proposer.alloc_state_for(asked)
             self.events["admission refused"] += 1
             return
@@ -330,10 +330,23 @@ class Machine(RuleBasedStateMachine):
         return [seq for seq in self.sequences if seq.drafts is None and seq.position + 8 < 126]
 
     @precondition(lambda self: self.for_device())
-    @rule(data=st.data(), num_drafts=st.integers(1, 4), catch_up=st.booleans())
-    def device_step(self, data, num_drafts: int, catch_up: bool) -> None:
+    @rule(data=st.data(), num_drafts=st.integers(1, 4), catch_up=st.booleans(), left=st.sampled_from((None, None, None, 0, 1)))
+    def device_step(self, data, num_drafts: int, catch_up: bool, left: int | None) -> None:
         """A propose, its verify, and maybe the catch-up, of which the host learns nothing; `settle` comes any time later."""
         seqs = self.some(data, self.for_device())
+        with self.crowded(left):
+            self.on_device(data, seqs, num_drafts, catch_up)
+
+    @contextmanager
+    def crowded(self, left: int | None) -> Iterator[None]:
+        """Others have been promised all free blocks but so many, if any number: a long sequence would take many steps to."""
+        ledger = self.pool.ledger
+        lease = None if left is None else self.pool.open(max(ledger.free - ledger.promised - left, 0) * self.pool.block_size)
+        yield
+        if lease is not None:
+            self.pool.close(lease)
+
+    def on_device(self, data, seqs: list[Sequence], num_drafts: int, catch_up: bool) -> None:
         ints = lambda values: torch.tensor(values, dtype=torch.int32, device=self.runner.device)  # noqa: E731
         states, n = [seq.state for seq in seqs], len(seqs)
         # The host does not look at positions, so it reserves for drafts beyond the limit, too.
@@ -459,7 +472,7 @@ class Machine(RuleBasedStateMachine):
         self.carried.remove((carried, old))
         with self.touching():
             self.proposer.free_drafter_kv(carried)
-        with self.changing_nothing(), pytest.raises(RuntimeUseError):
+        with self.changing_nothing(), pytest.raises(RuntimeUseError, match="is not on loan from this pool"):
             self.proposer.free_drafter_kv(carried)
 
     # -- other forwards, wrong calls ---------------------------------------------------------------------------
@@ -469,28 +482,35 @@ class Machine(RuleBasedStateMachine):
         self.proposer.set_circuit_draft(self.reference if reference else None)
 
     @precondition(lambda self: self.sequences)
-    @rule(data=st.data(), which=st.integers(0, 8))
-    def wrong(self, data, which: int) -> None:
+    @rule(data=st.data())
+    def wrong(self, data) -> None:
         seq = data.draw(st.sampled_from(self.sequences))
         state, other, hidden = seq.state, self.sequences[0].state, self.hidden(seq, 0)
         position = seq.dense.next_position + 4
         propose = lambda token=1, h=hidden, p=position, k=2, s=state: self.proposer.propose(token, h, p, k, s)  # noqa: E731
-        calls: list[Callable[[], object]] = [
-            lambda: propose(token=self.vocab),
-            lambda: propose(h=hidden[:-1]),
-            lambda: propose(p=0),
-            lambda: propose(k=-1),
-            lambda: self.proposer.propose_batch([1, 1], [hidden] * 2, [position] * 2, 2, [state, state]),
-            lambda: self.proposer.propose_batch([1], [hidden] * 2, [position] * 2, 2, [state, other]),
-            lambda: self.proposer.after_verify(5, state),
-            lambda: self.proposer.catchup_batch([[self.vocab]], [hidden[None]], [position], [state]),
-            lambda: self.proposer.settle([state], [9]),
+        twice, uneven = "one sequence cannot be in a batch twice", "lists of unequal length"
+        calls: list[tuple[Callable[[], object], str]] = [
+            (lambda: propose(token=self.vocab), "token outside the vocabulary"),
+            (lambda: propose(h=hidden[:-1]), "hiddens: do not fit"),
+            (lambda: propose(p=0), "position: that position has a row already"),
+            (lambda: propose(k=-1), "num_drafts: is no number of drafts"),
+            (lambda: self.proposer.propose_batch([1, 1], [hidden] * 2, [position] * 2, 2, [state, state]), twice),
+            (lambda: self.proposer.propose_batch([1], [hidden] * 2, [position] * 2, 2, [state, other]), uneven),
+            (lambda: self.proposer.after_verify(5, state), "more drafts accepted than there were"),
+            (lambda: self.proposer.catchup_batch([[self.vocab]], [hidden[None]], [position], [state]), "outside the vocabulary"),
+            (lambda: self.proposer.settle([state], [9]), "has nothing to settle"),
         ]
-        if not seq.ready:  # a verify or a settle is awaited: everything else is
-            calls += [propose, lambda: self.proposer.catchup_batch([[1]], [hidden[None]], [position], [state])] * 2
-            calls += [lambda: self.proposer.take_drafter_kv(state)]
-        with self.changing_nothing(), pytest.raises(RuntimeUseError):
-            calls[which % len(calls)]()
+        waits = "drafts are waiting for after_verify|its rows are known to the device only|more drafts accepted"
+        if seq.drafts or seq.late:  # everything else waits for the verify or the settle
+            calls = [(call, f"{told}|{waits}") for call, told in calls]
+            calls += [
+                (propose, waits),
+                (lambda: self.proposer.catchup_batch([[1]], [hidden[None]], [position], [state]), waits),
+            ] * 2
+            calls += [(lambda: self.proposer.take_drafter_kv(state), waits)]
+        call, told = calls[data.draw(st.integers(0, len(calls) - 1))]
+        with self.changing_nothing(), pytest.raises(RuntimeUseError, match=told):
+            call()
         self.events["refused"] += 1
 
     # -- after every rule --------------------------------------------------------------------------------------
@@ -549,6 +569,5 @@ def machine_of(
         database=None,
         phases=[Phase.generate, *([Phase.shrink] if os.environ.get("SHRINK") else [])],
         report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
     )
     return case

@@ -364,7 +364,9 @@ def test_a_chain_has_no_scores_of_all_drafts():
 
 
 def test_a_pool_outlives_a_runner_that_it_was_used_by():
-    pool = BlockPool(drafter().circuit, blocks=8)
-    told = compiled()[0].release(pool.storage)
+    pool, runner = BlockPool(drafter().circuit, blocks=8), compiled()[0]
+    told, gone = runner.release(pool.storage), weakref.ref(runner)
+    del runner
     gc.collect()
+    assert gone() is None, "what the pool is told does not keep the runner"
     told()

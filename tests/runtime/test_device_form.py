@@ -232,15 +232,20 @@ def test_what_needs_the_host_is_refused():
     proposer.propose_batch(tokens, texts.hiddens, positions, K, texts.states, out=out)
     before = snapshot(proposer, *texts.states)
     state = texts.states[0]
-    for call in (
-        lambda: proposer.propose_batch(tokens, texts.hiddens, positions, K, texts.states, out=out),  # accepted?
-        lambda: proposer.propose(1, texts.hiddens[0], 60, 2, state),
-        lambda: proposer.after_verify(0, state),
-        lambda: proposer.catchup_batch([[1]], [texts.hiddens[:1]], [60], [state]),
-        lambda: proposer.take_drafter_kv(state),
-        lambda: proposer.settle(texts.states, [0, 0, K + 1]),
+    asked, known = (
+        "accepted: drafts were verified, with what result",
+        "its rows are known to the device only; expected settle first",
+    )
+    more = f"more drafts accepted than there were; expected 0..{K}; got {K + 1}"
+    for call, told in (
+        (lambda: proposer.propose_batch(tokens, texts.hiddens, positions, K, texts.states, out=out), asked),
+        (lambda: proposer.propose(1, texts.hiddens[0], 60, 2, state), known),
+        (lambda: proposer.after_verify(0, state), known),
+        (lambda: proposer.catchup_batch([[1]], [texts.hiddens[:1]], [60], [state]), known),
+        (lambda: proposer.take_drafter_kv(state), known),
+        (lambda: proposer.settle(texts.states, [0, 0, K + 1]), more),
     ):
-        with pytest.raises(RuntimeUseError):
+        with pytest.raises(RuntimeUseError, match=told):
             call()
         assert unchanged(before, snapshot(proposer, *texts.states))
     proposer.free_state(state)  # an abort is possible at any time

@@ -137,7 +137,7 @@ def test_the_pool_is_sized_by_what_sequences_need_and_counted_once():
     assert pool.bytes_for(17) == 3 * pool.bytes_per_block
     states = [proposer.alloc_state_for(16) for _ in range(3)]  # far below the limit of 96 positions each
     assert proposer.pool.ledger.promised == 6
-    with pytest.raises(PoolExhausted):
+    with pytest.raises(PoolExhausted, match="cannot promise 1 rows; expected at most 0"):
         proposer.alloc_state_for(1)
     assert proposer.pool.held == 0, "a promise takes no block"
     for state in states:

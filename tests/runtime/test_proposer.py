@@ -335,13 +335,14 @@ def test_proposing_and_catching_up_wait_for_the_verify():
     state = prefilled(proposer, script, 5)
     propose(proposer, script, 5, 2, state)
     before = snapshot(proposer, state)
-    for call in (
-        lambda: propose(proposer, script, 8, 2, state),
-        lambda: proposer.catchup_batch([[1]], [script.hiddens[:1]], [8], [state]),
-        lambda: proposer.after_verify(3, state),
-        lambda: proposer.after_verify(-1, state),
+    waiting, more = "drafts are waiting for after_verify", "num_accepted: more drafts accepted than there were; expected 0..2"
+    for call, told in (
+        (lambda: propose(proposer, script, 8, 2, state), waiting),
+        (lambda: proposer.catchup_batch([[1]], [script.hiddens[:1]], [8], [state]), waiting),
+        (lambda: proposer.after_verify(3, state), more),
+        (lambda: proposer.after_verify(-1, state), more),
     ):
-        with pytest.raises(RuntimeUseError):
+        with pytest.raises(RuntimeUseError, match=told):
             call()
         assert unchanged(before, snapshot(proposer, state))
 

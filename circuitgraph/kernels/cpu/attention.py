@@ -5,9 +5,7 @@ import math
 from tvm.tirx.script import builder as T
 
 from . import vector as v
-
-# Query heads that share one pass over a tile of the cache.
-HEADS_TOGETHER = 4
+from .softmax import HEADS_TOGETHER, RunningSoftmax, TileAddresses, combine, piece_of, prefetch_rows, row_bounds, safe_inverse
 
 
 def emit_attention(
@@ -59,9 +57,7 @@ def emit_attention(
         row_bounds(bounds, sequence, start, length, row)
         first, last = T.BufferLoad(bounds, [0]), T.BufferLoad(bounds, [1])
         if splits > 1:
-            piece = T.bind(T.max(T.floordiv(last - first + (splits - 1), splits), T.int32(split_rows)))
-            begin = T.bind(first + split * piece)
-            end = T.bind(T.min(begin + piece, last))
+            begin, end = piece_of(first, last, split, splits, split_rows)
         else:
             begin, end = T.bind(first), T.bind(last)
         head = _Heads(q, k_cache, v_cache, group, dim, lanes, scale)
@@ -80,211 +76,64 @@ def emit_attention(
             combine(stats, partial, out, T.floordiv(task, heads), T.floormod(task, heads), splits, dim, lanes)
 
 
-def row_bounds(bounds, sequence, start, length, row):
-    """bounds = [first, last) visible rows; an idle row (length 0) has none, whatever its sequence index says."""
-    T.buffer_store(bounds, T.int32(0), [0])
-    T.buffer_store(bounds, T.BufferLoad(length, [row]), [1])
-    with T.If(T.BufferLoad(length, [row]) > 0), T.Then():
-        T.buffer_store(bounds, T.max(T.BufferLoad(start, [T.BufferLoad(sequence, [row])]), T.int32(0)), [0])
-
-
-class _Heads:
-    """Online softmax of the query heads that share one kv head, over tiles of `lanes` cache rows.
-
-    A tile's scores are formed together, so exp works on whole vectors, and a few heads share each load and
-    conversion of the cache. Tiles run across block borders: blocks of one row cost no more than any others.
-    """
+class _Heads(RunningSoftmax):
+    """The query heads that share one kv head. Keys and values are read from the cache where they are needed."""
 
     def __init__(self, q, k_cache, v_cache, group, dim, lanes, scale):
-        self.q, self.k_cache, self.v_cache = q, k_cache, v_cache
-        self.group, self.dim, self.lanes, self.scale = group, dim, lanes, scale
+        super().__init__(group, (dim,), lanes, together=min(group, HEADS_TOGETHER))
+        self.q, self.k_cache, self.v_cache, self.query_scale = q, k_cache, v_cache, scale
         self.vectors = -(-dim // lanes)
         self.query = v.local_array((group, self.vectors * lanes), "float32")  # zeros beyond dim
         self.sums = v.local_array((group, dim), "float32")
-        self.shares = v.local_array((group, lanes), "float32")
-        self.largest = v.local_array((group,), "float32")
-        self.total = v.local_array((group, lanes), "float32")  # per lane; added up at the end
 
     def reset(self):
-        for g in range(self.group):
-            T.buffer_store(self.largest, T.float32(v.NEGATIVE_INFINITY), [g])
-            v.store(self.total, [g, 0], v.splat(0.0, self.lanes), self.lanes)
-            self._each_column(lambda d, width, g=g: v.store(self.sums, [g, d], v.splat(0.0, width), width))
+        for g in range(self.heads):
+            self.reset_head(g)
 
     def run(self, row, kv_head, block_table, sequence, begin, end):
-        for g in range(self.group):
+        for g in range(self.heads):
             v.store(self.query, [g, (self.vectors - 1) * self.lanes], v.splat(0.0, self.lanes), self.lanes)
-            self._each_column(lambda d, width, g=g: self._scale_query(row, kv_head, g, d, width))
-        tiles = TileAddresses(block_table, sequence, self.k_cache.shape[2], self.lanes, begin, end)
-        tiles.advance(begin)
-        with T.serial(0, T.floordiv(end - begin + (self.lanes - 1), self.lanes)) as tile:
-            first = T.bind(begin + tile * self.lanes)
-            at = [(block, kv_head, slot) for block, slot in tiles.current()]
-            tiles.advance(first + self.lanes)
-            for block, slot in tiles.current():
-                self._prefetch([block, kv_head, slot])
-            valid = v.iota(first, self.lanes) < v.splat(end, self.lanes)
-            for start in range(0, self.group, HEADS_TOGETHER):
-                self._absorb_tile(range(start, min(start + HEADS_TOGETHER, self.group)), at, valid)
-
-    def _prefetch(self, at):
-        """Blocks lie anywhere in memory, so the hardware does not foresee the next tile."""
-        for cache in (self.k_cache, self.v_cache):
-            for d in range(0, self.dim, 64 // cache.dtype.itemsize):
-                v.prefetch(T.address_of(T.BufferLoad(cache, [*at, d])))
+            self.each_column(lambda d, width, g=g: self._scale_query(row, kv_head, g, d, width))
+        self.kv_head = kv_head
+        self.over_tiles(TileAddresses(block_table, sequence, self.k_cache.shape[2], self.lanes, begin, end), begin, end)
 
     def _scale_query(self, row, kv_head, g, d, width):
-        value = v.load(self.q, [row, kv_head * self.group + g, d], width) * v.splat(self.scale, width)
+        value = v.load(self.q, [row, kv_head * self.heads + g, d], width) * v.splat(self.query_scale, width)
         v.store(self.query, [g, d], value, width)
 
-    def _each_column(self, body):
-        v.for_columns(self.dim, self.lanes, body)
+    def take(self, places):
+        self.at = [(block, self.kv_head, slot) for block, slot in places]
 
-    def _absorb_tile(self, heads, at, valid):
-        lanes = self.lanes
-        for g, dots in zip(heads, self._dots(heads, at), strict=True):
-            scores = v.hold(T.Select(valid, v.lane_sums(dots), v.splat(v.NEGATIVE_INFINITY, lanes)))
-            peak = v.lane_fold(scores, T.max)
-            with T.If(peak > T.BufferLoad(self.largest, [g])), T.Then():
-                self._raise_largest(g, peak)
-            shares = v.exp(scores - v.splat(T.BufferLoad(self.largest, [g]), lanes), lanes)
-            v.store(self.shares, [g, 0], shares, lanes)
-            v.store(self.total, [g, 0], v.load(self.total, [g, 0], lanes) + shares, lanes)
+    def prefetch(self, places):
+        prefetch_rows((self.k_cache, self.v_cache), [(block, self.kv_head, slot) for block, slot in places])
 
-        def add_values(d, width):
-            sums = v.registers(len(heads), "float32", width)
-            for i, g in enumerate(heads):
-                T.buffer_store(sums, v.load(self.sums, [g, d], width), [i])
-            for t, (block, kv_head, slot) in enumerate(at):
-                value = T.bind(v.load(self.v_cache, [block, kv_head, slot, d], width))
-                for i, g in enumerate(heads):
-                    share = v.splat(T.BufferLoad(self.shares, [g, t]), width)
-                    T.buffer_store(sums, T.BufferLoad(sums, [i]) + value * share, [i])
-            for i, g in enumerate(heads):
-                v.store(self.sums, [g, d], T.BufferLoad(sums, [i]), width)
+    def absorb_all(self, valid):
+        for start in range(0, self.heads, HEADS_TOGETHER):
+            self.absorb(range(start, min(start + HEADS_TOGETHER, self.heads)), valid)
 
-        self._each_column(add_values)
+    def query_of(self, part, g, column, rest):
+        return v.load(self.query, [g, column], self.lanes)
 
-    def _raise_largest(self, g, peak):
-        """Rescale what was summed so far to a new largest score: rare after the first few tiles."""
-        shrink = v.exp(T.BufferLoad(self.largest, [g]) - peak)
+    def key_of(self, part, t, column, rest):
+        place = [*self.at[t], column]
+        return v.load_rest(self.k_cache, place, rest, self.lanes) if rest else v.load(self.k_cache, place, self.lanes)
 
-        def scale(buffer, d, width):
-            v.store(buffer, [g, d], v.load(buffer, [g, d], width) * v.splat(shrink, width), width)
+    def value_of(self, t, column, width):
+        return v.load(self.v_cache, [*self.at[t], column], width)
 
-        scale(self.total, 0, self.lanes)
-        self._each_column(lambda d, width: scale(self.sums, d, width))
-        T.buffer_store(self.largest, peak, [g])
-
-    def _dots(self, heads, at):
-        """Per head, per row of the tile, the vector of partial sums of query . K."""
-        lanes = self.lanes
-        together = rows_together(len(heads), lanes)
-        whole = self.dim // lanes
-        results = [[] for _ in heads]
-        for start in range(0, lanes, together):
-            rows = at[start : start + together]
-            dots = v.registers(len(heads) * together, "float32", lanes)
-            for i in range(len(heads) * together):
-                T.buffer_store(dots, v.splat(0.0, lanes), [i])
-
-            def step(vector, load, rows=rows, dots=dots):
-                queries = [T.bind(v.load(self.query, [g, vector * lanes], lanes)) for g in heads]
-                for t, (block, kv_head, slot) in enumerate(rows):
-                    key = T.bind(load(self.k_cache, [block, kv_head, slot, vector * lanes]))
-                    for i, query in enumerate(queries):
-                        index = i * together + t
-                        T.buffer_store(dots, T.BufferLoad(dots, [index]) + key * query, [index])
-
-            if whole:
-                with T.serial(0, whole) as vector:
-                    step(vector, lambda cache, indices: v.load(cache, indices, lanes))
-            if rest := self.dim - whole * lanes:
-                step(whole, lambda cache, indices, rest=rest: v.load_rest(cache, indices, rest, lanes))
-            for i, result in enumerate(results):
-                result += [T.bind(T.BufferLoad(dots, [i * together + t])) for t in range(together)]
-        return results
+    def sum_at(self, g, column):
+        return [g, column]
 
     def write(self, g, out, at):
         """The finished head; zeros where no row was visible."""
-        inverse = v.hold(safe_inverse(self._sum_of_total(g)))
-        self._each_column(
+        inverse = v.hold(safe_inverse(self.total_of(g)))
+        self.each_column(
             lambda d, width: v.store(out, [*at, d], v.load(self.sums, [g, d], width) * v.splat(inverse, width), width)
         )
 
     def write_partial(self, g, stats, partial, at):
-        T.buffer_store(stats, T.BufferLoad(self.largest, [g]), [*at, 0])
-        T.buffer_store(stats, self._sum_of_total(g), [*at, 1])
-        self._each_column(lambda d, width: v.store(partial, [*at, d], v.load(self.sums, [g, d], width), width))
-
-    def _sum_of_total(self, g):
-        return v.hold(v.lane_sum(T.bind(v.load(self.total, [g, 0], self.lanes))))
-
-
-class TileAddresses:
-    """Where the rows of one tile lie: (block, slot) of `lanes` successive rows, computed without divisions.
-
-    Past the end the last row stands in: its score is masked, and nothing unknown is read.
-    """
-
-    def __init__(self, block_table, sequence, block_size, lanes, begin, end):
-        self.block_table, self.sequence, self.block_size, self.lanes, self.end = block_table, sequence, block_size, lanes, end
-        self.blocks = v.registers(lanes, "int64")  # 64-bit: a cache may hold more than 2^31 elements
-        self.slots = v.registers(lanes, "int32")
-        self.cursor = v.registers(2, "int32")  # place in the table, slot in the block
-        T.buffer_store(self.cursor, T.floordiv(begin, block_size), [0])
-        T.buffer_store(self.cursor, T.floormod(begin, block_size), [1])
-
-    def advance(self, first):
-        """Move on to the rows from `first`, where the cursor stands."""
-        for t in range(self.lanes):
-            place, slot = (T.bind(T.BufferLoad(self.cursor, [i])) for i in range(2))
-            T.buffer_store(self.blocks, T.Cast("int64", T.BufferLoad(self.block_table, [self.sequence, place])), [t])
-            T.buffer_store(self.slots, slot, [t])
-            more = v.hold(T.Cast("int32", first + (t + 1) < self.end))
-            wraps = v.hold(more * T.Cast("int32", slot + 1 >= self.block_size))
-            T.buffer_store(self.cursor, place + wraps, [0])
-            T.buffer_store(self.cursor, T.Select(T.NE(wraps, 0), T.int32(0), slot + more), [1])
-
-    def current(self):
-        return [(T.bind(T.BufferLoad(self.blocks, [t])), T.bind(T.BufferLoad(self.slots, [t]))) for t in range(self.lanes)]
-
-
-def rows_together(heads, lanes):
-    """Cache rows whose dot products with all `heads` fit in the registers: a power of two, at most `lanes`."""
-    registers = 24 if lanes == 16 else 12
-    together = lanes
-    while together > 1 and together * heads > registers:
-        together //= 2
-    return together
-
-
-def safe_inverse(total):
-    """1 / total, and 0 for 0. NaN passes through."""
-    return T.Select(T.EQ(total, T.float32(0)), T.float32(0), T.float32(1) / total)
-
-
-def combine(stats, partial, out, row, head, splits, dim, lanes):
-    """Join the pieces of one head: each is rescaled to the largest score of all."""
-    maxima = [T.bind(T.BufferLoad(stats, [row, head, s, 0])) for s in range(splits)]
-    largest = maxima[0]
-    for value in maxima[1:]:
-        largest = v.hold(T.max(largest, value))
-    # An empty piece has -inf and total 0; exp(-inf - largest) is 0, but for an empty row it would be NaN.
-    empty = T.bind(T.EQ(largest, T.float32(v.NEGATIVE_INFINITY)))
-    factors = [v.hold(T.Select(empty, T.float32(0), v.exp(T.Select(empty, T.float32(0), value - largest)))) for value in maxima]
-    total = T.float32(0)
-    for s, factor in enumerate(factors):
-        total = total + T.BufferLoad(stats, [row, head, s, 1]) * factor
-    inverse = v.hold(safe_inverse(v.hold(total)))
-
-    def emit(d, width):
-        value = v.splat(0.0, width)
-        for s, factor in enumerate(factors):
-            value = value + v.load(partial, [row, head, s, d], width) * v.splat(factor, width)
-        v.store(out, [row, head, d], value * v.splat(inverse, width), width)
-
-    v.for_columns(dim, lanes, emit)
+        self.write_stats(g, stats, at)
+        self.each_column(lambda d, width: v.store(partial, [*at, d], v.load(self.sums, [g, d], width), width))
 
 
 def emit_kv_append(k, value, k_cache, v_cache, slot, *, n, lanes):

@@ -44,7 +44,7 @@ def emit_projections(
     emit_linear(x, projections, n=env.plan.rows, lanes=env.lanes, block=block, tile=tile, scratch=env.scratch("packed"))
 
 
-def emit_head(env: Any, group: Group, task_columns: int, block: int, tile: Tile) -> None:
+def emit_head(env: Any, group: Group, task_columns: int, block: int) -> None:
     """lm_head, top-1, masked or not, and log-probability."""
     emit_rows(env, group.prologue)
     (linear,), (top1,) = group.anchors, group.epilogue
@@ -61,33 +61,17 @@ def emit_head(env: Any, group: Group, task_columns: int, block: int, tile: Tile)
         bias=env.buffer(linear.inputs[2]) if len(linear.inputs) == 3 else None,
         task_columns=task_columns,
         block=block,
-        tile=tile,
         packed=env.scratch("packed"),
     )
 
 
 def emit_attend(env: Any, group: Group, splits: int, split_rows: int) -> None:
     """Paged attention, then the element-wise rest by rows."""
-    (node,) = group.anchors
-    state = state_of(env.plan, node)
-    layer = int(node.attr["layer"])
-    emit_attention(
-        env.buffer(node.inputs[0]),
-        env.layer_cache(f"{state}.k", layer),
-        env.layer_cache(f"{state}.v", layer),
-        *(env.buffer(f"{state}.{part}") for part in ("table", "seq", "start", "length")),
-        env.buffer(node.name),
-        n=env.plan.rows,
-        lanes=env.lanes,
-        scale=node.attr["scale"],
-        splits=splits,
-        scratch=env.scratch("pieces") if splits > 1 else None,
-        split_rows=split_rows,
-    )
+    _over_cache(emit_attention, env, group, 1, splits, split_rows, in_memory=splits > 1)
     emit_rows(env, group.epilogue)
 
 
-def emit_router(env: Any, group: Group, block: int, tile: Tile) -> None:
+def emit_router(env: Any, group: Group, block: int) -> None:
     """A row's experts and their shares."""
     (node,) = group.anchors
     emit_route(
@@ -100,7 +84,6 @@ def emit_router(env: Any, group: Group, block: int, tile: Tile) -> None:
         lanes=env.lanes,
         attrs=node.attr,
         block=block,
-        tile=tile,
         packed=env.scratch("packed"),
     )
 
@@ -138,22 +121,31 @@ def emit_head_project(env: Any, group: Group, sliced: Node | None, block: int, c
 
 def emit_attend_latent(env: Any, group: Group, splits: int, split_rows: int) -> None:
     """Attention over latents."""
+    _over_cache(emit_latent_attention, env, group, 2, splits, split_rows)
+
+
+def _over_cache(emit: Any, env: Any, group: Group, queries: int, splits: int, split_rows: int, *, in_memory: bool = True) -> None:
+    """Attention, whose first `queries` inputs are that, over its layer of a cache; in_memory: whether its pieces have scratch."""
     (node,) = group.anchors
     state = state_of(env.plan, node)
-    layer = int(node.attr["layer"])
-    emit_latent_attention(
-        *(env.buffer(name) for name in node.inputs[:2]),
-        env.layer_cache(f"{state}.k", layer),
-        env.layer_cache(f"{state}.v", layer),
+    emit(
+        *(env.buffer(name) for name in node.inputs[:queries]),
+        *_caches(env, node),
         *(env.buffer(f"{state}.{part}") for part in ("table", "seq", "start", "length")),
         env.buffer(node.name),
         n=env.plan.rows,
         lanes=env.lanes,
         scale=node.attr["scale"],
         splits=splits,
-        scratch=env.scratch("pieces"),
+        scratch=env.scratch("pieces") if in_memory else None,
         split_rows=split_rows,
     )
+
+
+def _caches(env: Any, node: Node) -> list[Any]:
+    """The layer's part of the keys and of the values."""
+    state, layer = state_of(env.plan, node), int(node.attr["layer"])
+    return [env.layer_cache(f"{state}.{part}", layer) for part in ("k", "v")]
 
 
 def _epilogue(anchors, epilogue, biases, loads, stores):
@@ -200,10 +192,10 @@ def emit_rows(env: Any, nodes: Sequence[Node]) -> None:
 
 
 def _append(env, node: Node, lanes: int) -> None:
-    state, layer = state_of(env.plan, node), int(node.attr["layer"])
-    k_cache, v_cache = (env.layer_cache(f"{state}.{part}", layer) for part in ("k", "v"))
+    caches = _caches(env, node)
     k, value = (env.buffer(name) for name in node.inputs[1:])
-    emit_kv_append(k, value, k_cache, v_cache, env.buffer(f"{state}.slot"), n=env.plan.rows, lanes=lanes)
+    slot = env.buffer(f"{state_of(env.plan, node)}.slot")
+    emit_kv_append(k, value, *caches, slot, n=env.plan.rows, lanes=lanes)
 
 
 def _mapped(emitter):

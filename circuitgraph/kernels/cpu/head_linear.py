@@ -8,7 +8,7 @@ from tvm.tirx.script import builder as T
 
 from . import vector as v
 from .linear import DotBlock, as_weight, for_rows, last_apart
-from .sizes import default_tile, rows_on_stack
+from .sizes import lone_tile, rows_on_stack
 
 WEIGHT_ROWS = 8
 """Weight rows that are added up together: as many vectors of them as registers hold beside the sum."""
@@ -22,7 +22,7 @@ def emit_into_heads(x, weight, out, *, n, lanes, start, packed, skip=0, block=16
     """
     weight = as_weight(weight, lanes)
     heads, size, k = int(out.shape[1]), int(out.shape[2]), weight.columns
-    tile = default_tile(n, 1, lanes, k)
+    tile = lone_tile(n, lanes, k)
     activations = _HeadActivations(v.bits_of(x), packed, n, heads, k, lanes, tile.rows, skip)
     out = v.bits_of(out)
     rows, blocks = weight.rows // heads, -(-size // block)

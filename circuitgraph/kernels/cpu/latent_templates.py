@@ -9,7 +9,7 @@ from ...circuit.ir import Node
 from ...circuit.types import TensorType
 from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, refuse_packed, within
-from .shared import LANES, inner_values, refuse_storages
+from .shared import LANES, inner_values, refuse_storages, shape_of
 from .sizes import attention_scratch_floats, attention_splits, head_scratch_floats
 
 
@@ -36,12 +36,10 @@ class HeadProject(Kernel):
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
         (node,) = group.anchors
-        x = plan.circuit.types[node.inputs[0]]
-        assert isinstance(x, TensorType)
         inner = () if slice_of(plan, group) else inner_values(plan, group, group.prologue)
         if node.attr["into"] == "latent":
             return inner
-        heads, columns = int(x.shape[1]), int(x.shape[2])
+        _, heads, columns = shape_of(plan, node.inputs[0])
         floats = max(head_scratch_floats(plan.rows, heads, columns, lanes) for lanes in LANES)
         return (*inner, Scratch.own("packed", TensorType("f32", (floats,))))
 
@@ -78,11 +76,10 @@ class AttendLatent(Kernel):
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
-        q = plan.circuit.types[group.anchors[0].inputs[0]]
-        assert isinstance(q, TensorType)
+        _, heads, columns = shape_of(plan, group.anchors[0].inputs[0])
         splits = _splits(plan, params)
         # One piece needs its sums in memory, too: those of all heads are no stack's size.
-        floats = attention_scratch_floats(plan.rows, int(q.shape[1]), int(q.shape[2]), splits)
+        floats = attention_scratch_floats(plan.rows, heads, columns, splits)
         return (Scratch.own("pieces", TensorType("f32", (floats,))),)
 
     @staticmethod

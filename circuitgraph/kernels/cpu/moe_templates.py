@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from ...circuit.types import TensorType
 from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, within
-from .shared import columns_of, packing, refuse_storages
-from .sizes import Tile, default_tile, row_stride
+from .shared import packing, refuse_storages, shape_of
+from .sizes import row_stride
 
 
 @kernel
@@ -31,16 +32,14 @@ class Route(Kernel):
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
-        weight = plan.circuit.types[group.anchors[0].inputs[1]]
-        assert isinstance(weight, TensorType)
-        logits = TensorType("f32", (plan.rows, int(weight.shape[0])))
-        return (Scratch.own("logits", logits), packing(plan, group, lambda lanes: _route_tile(plan, group, lanes)))
+        experts, _ = shape_of(plan, group.anchors[0].inputs[1])
+        return (Scratch.own("logits", TensorType("f32", (plan.rows, experts))), packing(plan, group))
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
         from . import emission
 
-        emission.emit_router(env, group, params.block, _route_tile(env.plan, group, env.lanes))
+        emission.emit_router(env, group, params.block)
 
 
 @kernel
@@ -63,11 +62,9 @@ class Experts(Kernel):
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
-        _, ids, _, down = (plan.circuit.types[name] for name in group.anchors[0].inputs[:4])
-        assert isinstance(ids, TensorType)
-        assert isinstance(down, TensorType)
-        experts, hidden, inner = (int(size) for size in down.shape)
-        pairs = int(ids.elements())
+        _, ids, _, down = group.anchors[0].inputs[:4]
+        experts, hidden, inner = shape_of(plan, down)
+        pairs = prod(shape_of(plan, ids))
         return tuple(
             Scratch.own(name, TensorType(dtype, shape))
             for name, dtype, shape in (
@@ -86,7 +83,3 @@ class Experts(Kernel):
         from . import emission
 
         emission.emit_mixture(env, group, params.block, params.down_block)
-
-
-def _route_tile(plan: Plan, group: Group, lanes: int) -> Tile:
-    return default_tile(plan.rows, 1, lanes, columns_of(plan, group))

@@ -19,17 +19,17 @@ _LOWEST = -(2**31) + 0x7FFFFF
 _BEYOND = 2**31 - 1
 
 
-def emit_route(x, weight, correction, ids, share, logits, *, n, lanes, attrs, block=16, tile=None, packed=None):
+def emit_route(x, weight, correction, ids, share, logits, *, n, lanes, attrs, block=16, packed=None):
     """ids: int32 [n, top], best first; share: float32 [n, top].
 
     x: [n, H]; weight: [E, H], as `emit_linear` takes it; correction: [E] or None; logits: float32 scratch [n, E]. attrs:
-    those of the op. tile, packed: see `emit_linear`.
+    those of the op. packed: the scratch of `emit_linear`.
     """
 
     def keep(row, column, width, sums):
         v.store(logits, [row, column], sums[0], width)
 
-    emit_linear(x, [Projection((weight,), keep)], n=n, lanes=lanes, block=block, tile=tile, scratch=packed)
+    emit_linear(x, [Projection((weight,), keep)], n=n, lanes=lanes, block=block, scratch=packed)
     experts, top = int(logits.shape[1]), attrs["top"]
     correction = None if correction is None else v.bits_of(correction)
     with rows_of(n, experts * (top + 4)) as row:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 from ...circuit.ir import Node
 from ...circuit.types import StateType, TensorType
 from ...plan.ir import VIEWS, Group, Plan, Scratch
-from .sizes import Tile, linear_scratch_floats, refuse_storage
+from ..base import refuse_packed
+from .sizes import Tile, linear_scratch_floats, lone_tile, refuse_storage
 
 LANES = (4, 8, 16)
 """Vector lengths that code may be built for. Plans do not depend on them: scratch is large enough for each."""
@@ -47,30 +49,35 @@ def inner_values(plan: Plan, group: Group, nodes: tuple[Node, ...]) -> tuple[Scr
     return tuple(inner)
 
 
+def shape_of(plan: Plan, name: str) -> tuple[int, ...]:
+    """Of a tensor of a plan, whose rows are a number."""
+    tensor = plan.circuit.types[name]
+    assert isinstance(tensor, TensorType)
+    return tuple(int(size) for size in tensor.shape)
+
+
 def columns_of(plan: Plan, group: Group) -> int:
     """K: columns of the input that the group's weights read."""
-    x = plan.circuit.types[group.anchors[0].inputs[0]]
-    assert isinstance(x, TensorType)
-    return int(x.elements() // plan.rows)
+    return prod(shape_of(plan, group.anchors[0].inputs[0])) // plan.rows
 
 
-def packing(plan: Plan, group: Group, tile: Callable[[int], Tile]) -> Scratch:
-    """Room for the packed activations."""
+def packing(plan: Plan, group: Group, tile: Callable[[int], Tile] | None = None) -> Scratch:
+    """Room for the packed activations. tile: from lanes to the product's tile, where it is not `lone_tile`."""
     k = columns_of(plan, group)
-    floats = max(linear_scratch_floats(plan.rows, k, lanes, tile(lanes)) for lanes in LANES)
+    tiles = {lanes: tile(lanes) if tile else lone_tile(plan.rows, lanes, k) for lanes in LANES}
+    floats = max(linear_scratch_floats(plan.rows, k, lanes, each) for lanes, each in tiles.items())
     return Scratch.own("packed", TensorType("f32", (floats,)))
 
 
 def refuse_storages(plan: Plan, group: Group, streamed: Sequence[int] = (1,)) -> str | None:
     """Why the anchors' weights, at the inputs `streamed`, cannot be read as they are stored, or None. What else the group
     reads must be plain."""
-    matrices = {name for anchor in group.anchors for at, name in enumerate(anchor.inputs) if at in streamed}
+    matrices = [name for anchor in group.anchors for at, name in enumerate(anchor.inputs) if at in streamed]
+    if reason := refuse_packed(plan, group, matrices=matrices):
+        return reason
     storage = plan.circuit.storage
-    foreign = [f"'{name}' in {storage[name]}" for name in group.inputs if name in storage and name not in matrices]
-    if foreign:
-        return f"reads plain weights beside the matrices, got {', '.join(foreign)}"
-    reasons = [f"'{name}' has {reason}" for name in matrices & set(storage) if (reason := refuse_storage(storage[name]))]
-    return reasons[0] if reasons else None
+    reasons = (f"'{name}' has {reason}" for name in matrices if name in storage and (reason := refuse_storage(storage[name])))
+    return next(reasons, None)
 
 
 def state_of(plan: Plan, node: Node) -> str:

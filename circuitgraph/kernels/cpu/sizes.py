@@ -41,6 +41,11 @@ def default_tile(n, weights, lanes, k=None):
     return Tile(columns=columns, rows=rows, chains=max(1, 4 // (rows * columns * weights)), prefetch=4096)
 
 
+def lone_tile(n, lanes, k):
+    """The tile of a product that shares its launch's inner loop with no other: lm_head, a router, a matrix a head."""
+    return default_tile(n, 1, lanes, k)
+
+
 def _even_groups(n, limit):
     """The rows of one group, where n rows are cut into as few groups of at most `limit` as possible."""
     groups = -(-n // limit)
@@ -89,7 +94,7 @@ def experts_tile(n, weights, lanes):
 
 def head_scratch_floats(n, heads, k, lanes):
     """float32 elements that `emit_into_heads` needs for the packed activations."""
-    return heads * linear_scratch_floats(n, k, lanes, default_tile(n, 1, lanes, k))
+    return heads * linear_scratch_floats(n, k, lanes, lone_tile(n, lanes, k))
 
 
 def refuse_storage(storage):

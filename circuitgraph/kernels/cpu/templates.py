@@ -17,7 +17,7 @@ from ...plan.ir import VIEWS, Group, Plan, Scratch
 from ..base import Kernel, kernel, refuse_packed, within
 from .latent_templates import AttendLatent, HeadProject
 from .moe_templates import Experts, Route
-from .shared import ROW_OPS, VECTOR_OPS, columns_of, inner_values, packing, refuse_storages, state_of
+from .shared import ROW_OPS, VECTOR_OPS, columns_of, inner_values, packing, refuse_storages, shape_of, state_of
 from .sizes import Tile, attention_scratch_floats, attention_splits, default_tile, top1_tasks
 
 __all__ = ["Attend", "AttendLatent", "Experts", "HeadProject", "Linear", "LinearTop1", "Route", "Rows"]
@@ -85,7 +85,7 @@ class Linear(Kernel):
         if packed:
             return packed
         for anchors, _ in meeting(group):
-            shapes = {plan.circuit.types[anchor.inputs[1]].shape for anchor in anchors}  # type: ignore[union-attr]
+            shapes = {shape_of(plan, anchor.inputs[1]) for anchor in anchors}
             if len(shapes) > 1:
                 return f"weights that meet in one epilogue have different shapes {sorted(shapes)}"
         weights = max(len(anchors) for anchors, _ in meeting(group))
@@ -133,19 +133,17 @@ class LinearTop1(Kernel):
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
-        weight = plan.circuit.types[group.anchors[0].inputs[1]]
-        assert isinstance(weight, TensorType)
-        partial = (top1_tasks(int(weight.shape[0]), params.task_columns), plan.rows)
+        vocabulary, _ = shape_of(plan, group.anchors[0].inputs[1])
+        partial = (top1_tasks(vocabulary, params.task_columns), plan.rows)
         parts = (("best", "f32"), ("index", "i32"), ("total", "f32"))
         partials = tuple(Scratch.own(name, TensorType(dtype, partial)) for name, dtype in parts)
-        packed = packing(plan, group, lambda lanes: _head_tile(plan, group, lanes))
-        return (*inner_values(plan, group, group.prologue), packed, *partials)
+        return (*inner_values(plan, group, group.prologue), packing(plan, group), *partials)
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
         from . import emission
 
-        emission.emit_head(env, group, params.task_columns, params.block, _head_tile(env.plan, group, env.lanes))
+        emission.emit_head(env, group, params.task_columns, params.block)
 
 
 @kernel
@@ -168,7 +166,7 @@ class Attend(Kernel):
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
-        heads, dim = _head_shape(plan, group)
+        _, heads, dim = shape_of(plan, group.anchors[0].inputs[0])
         splits = _splits(plan, group, params)
         floats = attention_scratch_floats(plan.rows, heads, dim, splits) if splits > 1 else 0
         pieces = (Scratch.own("pieces", TensorType("f32", (floats,))),) if floats else ()
@@ -206,16 +204,6 @@ def _tile(plan: Plan, group: Group, params: Any, lanes: int) -> Tile:
         chains=params.chains or measured.chains,
         prefetch=params.prefetch or measured.prefetch,
     )
-
-
-def _head_tile(plan: Plan, group: Group, lanes: int) -> Tile:
-    return default_tile(plan.rows, 1, lanes, columns_of(plan, group))
-
-
-def _head_shape(plan: Plan, group: Group) -> tuple[int, int]:
-    q = plan.circuit.types[group.anchors[0].inputs[0]]
-    assert isinstance(q, TensorType)
-    return int(q.shape[1]), int(q.shape[2])
 
 
 def _splits(plan: Plan, group: Group, params: Any) -> int:

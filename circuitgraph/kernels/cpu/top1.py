@@ -6,7 +6,7 @@ from tvm.tirx.script import builder as T
 
 from . import vector as v
 from .linear import Activations, DotBlock, as_weight, for_rows
-from .sizes import default_tile, rows_on_stack, top1_tasks
+from .sizes import lone_tile, rows_on_stack, top1_tasks
 
 _NO_TOKEN = 0x7FFFFFFF
 
@@ -21,7 +21,7 @@ class Top1Scratch:
 
 
 def emit_linear_top1(
-    x, weight, token, logprob, scratch, *, n, lanes, allowed=None, bias=None, task_columns=512, block=32, tile=None, packed=None
+    x, weight, token, logprob, scratch, *, n, lanes, allowed=None, bias=None, task_columns=512, block=32, packed=None
 ):
     """token[i] = the lowest id among the largest logits of row i; logprob[i] = its log-softmax.
 
@@ -35,7 +35,7 @@ def emit_linear_top1(
     assert block % 32 == 0, f"block {block} is no multiple of 32"
     weight = as_weight(weight, lanes)
     vocabulary = weight.rows
-    tile = tile or default_tile(n, 1, lanes, weight.columns)
+    tile = lone_tile(n, lanes, weight.columns)
     activations = Activations(x, n=n, lanes=lanes, rows=tile.rows, scratch=packed)
     bias = None if bias is None else v.bits_of(bias)
     tasks = top1_tasks(vocabulary, task_columns)
