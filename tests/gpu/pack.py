@@ -327,9 +327,12 @@ DENSE8B = Case(
 )
 
 
-def program_of(case: Case, folder: Path) -> str | Path:
-    """The program that `bind` and `compile` take: with storage, one that is written to `folder`."""
-    return state_storage(case.program, case.storage, folder / f"{case.name}.yaml", **options_of(case, folder))
+def program_of(case: Case, folder: Path) -> tuple[str | Path, dict[str, Any]]:
+    """The program and the options that `bind` and `compile` take: with storage, a program that is written to `folder`, whose
+    switches are decided."""
+    options = options_of(case, folder)
+    program = state_storage(case.program, case.storage, folder / f"{case.name}.yaml", **options)
+    return program, options | ({"switches": {}} if case.storage else {})
 
 
 def options_of(case: Case, folder: Path) -> dict[str, Any]:
@@ -354,7 +357,8 @@ def options_of(case: Case, folder: Path) -> dict[str, Any]:
 
 def plans_of(case: Case, target: Target = TARGET) -> list[Plan]:
     with tempfile.TemporaryDirectory() as folder:
-        circuit = bind(case.program, **options_of(case, Path(folder))).circuit
+        program, options = program_of(case, Path(folder))
+        circuit = bind(program, **options).circuit
     rules = load_schedule(target.kind)
     pieces = work_list(circuit, case.entries, case.widths, case.context_rows)
     plans = [plan_piece(Run(), circuit, entry, rows, target.of_plans, rules) for entry, rows in pieces]
@@ -406,15 +410,16 @@ def digests(sources: Iterable[str]) -> dict[str, str]:
 def build(case: Case, out: Path) -> Path:
     """Compile one case to out/<name>, with the digests of its programs beside it."""
     with tempfile.TemporaryDirectory() as folder:
+        program, options = program_of(case, Path(folder))
         compile(
-            case.program,
+            program,
             out=out / case.name,
             target=str(TARGET),
             widths=case.widths,
             context_rows=case.context_rows,
             entries=case.entries,
             overwrite=True,
-            **options_of(case, Path(folder)),
+            **options,
         )
     units = sorted((out / case.name / "src").glob("kernels.*.cu"), key=lambda file: int(file.suffixes[-2][1:]))
     sources = [file.read_text() for file in units]
