@@ -147,6 +147,8 @@ EAGLE3_SIZES = {
 MEDUSA_SIZES = {"hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 2112, "medusa_num_heads": 3}
 BYTES = {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 128}
 CODED = {"*vector": "", "ffn.*": "fp8 128x128"}
+WORDS = {"moe_intermediate_size": 384, "shared_expert_intermediate_size": 128}
+FOUR_BITS = {"*vector": "", "ffn.*": "nvfp4"}
 MIXED = (1, 3, 8, 16, 33, 64)
 FEW = (1, 4, 16)
 ALL = (1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 64)
@@ -233,6 +235,27 @@ CASES = (
     ),
     Case("mixture_wide", program=MIXTURE, sizes={"hidden_size": 4096}, widths=(8, 16, 64), entries=("apply",)),
     Case("mixture_fp8", program=MIXTURE, sizes=BYTES, storage=CODED, widths=(1, 4, 8, 16, 33), entries=("apply",)),
+    Case("mixture_nvfp4", program=MIXTURE, sizes=WORDS, storage=FOUR_BITS, widths=(1, 4, 8, 16, 33), entries=("apply",)),
+    Case(
+        "mixture_nvfp4_f16",
+        program=MIXTURE,
+        sizes={**WORDS, "hidden_size": 4096},
+        switches={"experts": "fused"},
+        storage=FOUR_BITS,
+        act="f16",
+        wt="f16",
+        widths=(1, 8, 64),
+        entries=("apply",),
+    ),
+    Case(
+        "mixture_mxfp4",
+        program=MIXTURE,
+        sizes={**WORDS, "hidden_size": 2560, "num_experts": 16},
+        switches=SIGMOID,
+        storage={"*vector": "", "ffn.*": "mxfp4"},
+        widths=(1, 8, 16),
+        entries=("apply",),
+    ),
     Case(
         "mixture_int8",
         program=MIXTURE,
