@@ -42,6 +42,14 @@ class Product:
         each = len(x) // 4
         return [word for i in range(4) for word in self.format.order(x[i * each : i * each + each])]
 
+    def place(self, column: Any) -> Any:
+        """Where a column goes in rows that are kept in this order."""
+        if self.format.storage is None:
+            return column
+        each = self.format.columns
+        within = column % each
+        return column - within + within % (each // 2) * 2 + T.floordiv(within, each // 2)
+
     def multiply(self, sums: Any, block: int, x: list[Any]) -> None:
         """Add the products with eight rows of x to the `block`th four sums."""
         (totals,) = self._begin(sums, [block])

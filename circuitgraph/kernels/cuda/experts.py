@@ -158,8 +158,8 @@ def groups_bytes(sizes: Sizes) -> int:
 
 @dataclass(frozen=True)
 class Between:
-    """Scratch from `Up` to `Down`. made: [pairs, inner / 2] words, shared: [rows, shared / 2] words or None; the same as 16-bit
-    floats to store to. listed: [most + 1, 4] int32: expert, first pair, two words of rows; the last line: how many."""
+    """Scratch from `Up` to `Down`. made: [pairs, inner / 2] words, shared: [rows, shared / 2] words or None, in the order of
+    `Product.order`; the same as 16-bit floats to store to. listed: [most + 1, 4] int32: expert, first pair, two words of rows; the last line: how many."""
 
     made: Any
     shared: Any

@@ -214,7 +214,7 @@ class Down:
             if self.factors:
                 each = sizes.step // 8
                 words = [[piece[8 + block * each + i] for i in range(each)] for block in range(sizes.row_blocks)]
-                self.product.multiply_all(sums, [self.product.order(block) for block in words])
+                self.product.multiply_all(sums, words)
             else:
                 self.product.decode()
                 self._multiply_rows(sums)
@@ -268,7 +268,7 @@ class Down:
                         source = T.reinterpret("handle", place + T.uint64(4 * first))
                         do(T.ptx["ld.global.v4.b32"](*words_of_x[first : first + 4], source))
                 do(T.cuda.warp_sync())
-                self.product.multiply(sums, block, self.product.order(words_of_x))
+                self.product.multiply(sums, block, words_of_x)
 
     def _share(self, sums: Any) -> None:
         for block in range(self.sizes.row_blocks):

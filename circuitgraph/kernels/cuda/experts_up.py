@@ -266,7 +266,7 @@ class Up:
     def _finish(self, place: Any, number: Any, first: Any, count: Any, factors: list[Any] | None) -> None:
         """share * silu(gate) * up of the expert's rows."""
         sizes, cut = self.sizes, self.cut
-        threads = cut.warps * 32
+        threads, place_of = cut.warps * 32, self.product.place
         for chunk in range(-(-sizes.rows * 8 // threads)):
             item = hold(T.floordiv(self.thread + chunk * threads, 8), "int32", "item")
             column = self.thread % 8
@@ -291,7 +291,7 @@ class Up:
                         scaled = value
                         if self.gate is not None:
                             scaled = hold(value * sigmoid(load(self.gate, [item, 0])))
-                        store(self.between.shared_elements, [item, self.tile[0] * 8 + column], scaled)
+                        store(self.between.shared_elements, [item, self.tile[0] * 8 + place_of(column)], scaled)
                 with T.If(T.Not(self.of_shared)), T.Then():
                     pair = hold(first + rank, "int32")
-                    store(self.between.made_elements, [pair, number * 8 + column], hold(value * self.groups.share[pair]))
+                    store(self.between.made_elements, [pair, number * 8 + place_of(column)], hold(value * self.groups.share[pair]))
