@@ -7,6 +7,7 @@ from typing import Any
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
+from .expert_one import OneRow
 from .experts import Sizes
 from .route import ALL, Chooser, Choosing, popc
 from .values import do, from_lane_before, hold, put, register, store
@@ -141,6 +142,22 @@ class Groups:
             row = hold(thread + turn * self.threads, "int32", "row")
             with T.If(row < sizes.rows), T.Then():
                 T.buffer_store(self.row, row, [sizes.pairs + row])
+        do(T.cuda.cta_sync())
+
+    def list_one(self, one: OneRow, logits: Any, at: Any) -> None:
+        """`choose` and `gather` where there is one row, which is pair after pair's."""
+        sizes = self.sizes
+        one.choose(logits, at)
+        with T.If(T.EQ(at.warp, 0)), T.Then():
+            expert, share, place = one.shares(at.lane)
+            with T.If(at.lane < sizes.top), T.Then():
+                for target, value in ((self.expert, expert), (self.first, place), (self.count, T.int32(1)), (self.share, share)):
+                    T.buffer_store(target, value, [place])
+                T.buffer_store(self.rows, T.uint32(1), [place, 0])
+            with T.If(at.lane <= sizes.pairs), T.Then():
+                T.buffer_store(self.row, T.int32(0), [at.lane])
+        self.total = register("int32", name="chosen_experts")
+        put(self.total, T.int32(sizes.top))
         do(T.cuda.cta_sync())
 
     def publish(self, listed: Any, thread: Any) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from tvm.tirx.script import builder as T
 
 from ...circuit.ir import Storage
+from .expert_one import shared_words
 from .formats import Format, Scales
 from .values import hold, load, wide
 
@@ -85,6 +86,7 @@ class UpCut:
     resident: bool
     buffers: int
     beside: bool = False
+    ask: int = 0
 
     @property
     def tiles_ahead(self) -> int:
@@ -119,8 +121,13 @@ class DownCut:
 
     def factors(self, sizes: Sizes) -> int:
         """16-byte pieces that a lane has of what a stage's weights are multiplied by, beside the two of weights. None where
-        there are more than 16 rows."""
-        return sizes.row_blocks * sizes.step // 32 if sizes.rows <= 16 else 0
+        there are more than 16 rows, or `early`."""
+        return sizes.row_blocks * sizes.step // 32 if sizes.rows <= 16 and not self.early(sizes) else 0
+
+    def early(self, sizes: Sizes) -> bool:
+        """Is what weights are multiplied by read a step before, into registers? Of quantised weights it would take as much of the
+        ring as they, or twice as much."""
+        return sizes.rows <= 16 and sizes.storage is not None
 
     def shared_bytes(self, sizes: Sizes) -> int:
         lines, words = down_scales(sizes.format)
@@ -153,13 +160,16 @@ def _scale_words(format: Format) -> int:
 def groups_bytes(sizes: Sizes) -> int:
     """Shared memory of the lists of expert_groups.py."""
     words = sizes.rows * sizes.banks + 4 * sizes.pairs + sizes.rows + (sizes.mask_words + 1) * sizes.banks * 32
+    if sizes.rows == 1:
+        words += shared_words(sizes.experts)
     return 4 * (words + 2 * sizes.banks + (3 + sizes.mask_words) * (sizes.most + 1)) + 13 * 16
 
 
 @dataclass(frozen=True)
 class Between:
-    """Scratch from `Up` to `Down`. made: [pairs, inner / 2] words, shared: [rows, shared / 2] words or None, in the order of
-    `Product.order`; the same as 16-bit floats to store to. listed: [most + 1, 4] int32: expert, first pair, two words of rows; the last line: how many."""
+    """Scratch from `Up` to `Down`. made: [pairs, inner / 2] words, shared: [rows, shared / 2] words or None, columns in the order
+    of `Product.place`; the same as 16-bit floats to store to. listed: [most + 1, 4] int32: expert, first pair, two words of
+    rows; the last line: how many."""
 
     made: Any
     shared: Any

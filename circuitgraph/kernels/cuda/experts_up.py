@@ -8,6 +8,7 @@ from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
 from .expert_groups import Groups, rank_in
+from .expert_one import OneRow, fits
 from .expert_scales import TileScales
 from .expert_steps import Product, Ring
 from .experts import STEP_WORDS, Between, Matrix, Sizes, UpCut, Weights
@@ -41,6 +42,7 @@ class Up:
             words = cut.scratch_words(sizes, self.choosing.words)
             memory = pool.alloc((words,), "uint32", align=16)
             self.groups = Groups(sizes, pool, cut.warps)
+            one = OneRow(self.choosing, pool, cut.warps) if fits(self.choosing, sizes.rows, cut.warps) else None
             pool.commit()
             keys, scores = memory_views(memory, words)
             shape = (cut.buffers, cut.warps, sizes.rows * 16)
@@ -52,6 +54,9 @@ class Up:
             put(self.turn, T.int32(0))
             put(self.ring_turn, T.int32(0))
             self.scales.begin()
+            if cut.ask:
+                self.asked = register("int32", name="asked")
+                put(self.asked, T.int32(0))
             here, ahead = (register("uint64", self.addresses, name) for name in ("here", "ahead"))
             for number in range(self.tiles_ahead if self.shared_tiles else 0):
                 tile = self.tile[0] + number * self.blocks
@@ -61,8 +66,11 @@ class Up:
             self.env.wait()
             if cut.resident:
                 self._load_x()
-            self.groups.choose(self.choosing, logits, keys, scores, at)
-            self.groups.gather(at)
+            if one:
+                self.groups.list_one(one, logits, at)
+            else:
+                self.groups.choose(self.choosing, logits, keys, scores, at)
+                self.groups.gather(at)
             self.tiles = hold(self.groups.total[0] * self.expert_tiles + self.shared_tiles, "int32", "tiles")
             for number in range(self.tiles_ahead):
                 tile = hold(self.tile[0] + number * self.blocks, "int32")
@@ -76,6 +84,8 @@ class Up:
                 self._find(self.tile[0], here)
             with T.While(self.tile[0] < self.tiles):
                 self._find(hold(self.tile[0] + self.tiles_ahead * self.blocks, "int32", "far"), ahead)
+                if cut.ask:
+                    self._ask()
                 self._tile(here, ahead)
                 if cut.steps > cut.stages:
                     for index in range(self.addresses):
@@ -142,6 +152,24 @@ class Up:
 
     def _copy(self, slot: Any, addresses: Any, step: int) -> None:
         self.ring.copy(slot, addresses, 4 * step * self.cut.stride * STEP_WORDS)
+
+    def _ask(self) -> None:
+        """Once nothing is left to copy, ask L2 for the weights of down that the same block of the next launch begins with."""
+        sizes, down = self.sizes, self.weights.down
+        lines = -(-4 * sizes.inner // down.elements // 128)
+        far = hold(self.tile[0] + self.tiles_ahead * self.blocks, "int32")
+        first = T.And(far >= self.tiles, T.EQ(self.asked[0], 0))
+        with T.If(T.And(first, self.at.block < sizes.hidden // 16)), T.Then():
+            put(self.asked, T.int32(1))
+            item = register("int32", name="item")
+            put(item, self.thread)
+            most = hold(T.min(self.groups.total[0], T.int32(self.cut.ask)) * (16 * lines), "int32")
+            with T.While(item[0] < most):
+                place, rest = hold(T.floordiv(item[0], 16 * lines), "int32"), hold(item[0] % (16 * lines), "int32")
+                line = hold(self.at.block * 16 + T.floordiv(rest, lines), "int32")
+                source = down.piece(self.groups.expert[place], line, rest % lines * 32)
+                do(T.ptx["prefetch.global.L2"](T.reinterpret("handle", source)))
+                put(item, item[0] + self.cut.warps * 32)
 
     # -- a tile ------------------------------------------------------------------------------------------------
 
@@ -294,4 +322,6 @@ class Up:
                         store(self.between.shared_elements, [item, self.tile[0] * 8 + place_of(column)], scaled)
                 with T.If(T.Not(self.of_shared)), T.Then():
                     pair = hold(first + rank, "int32")
-                    store(self.between.made_elements, [pair, number * 8 + place_of(column)], hold(value * self.groups.share[pair]))
+                    store(
+                        self.between.made_elements, [pair, number * 8 + place_of(column)], hold(value * self.groups.share[pair])
+                    )
