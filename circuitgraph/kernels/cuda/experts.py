@@ -51,6 +51,19 @@ class Sizes:
         return self.format.storage
 
     @property
+    def early(self) -> bool:
+        """Is what down multiplies by read a step before, see `experts_down_early`?"""
+        return self.rows <= 16 and self.storage is not None
+
+    def together(self, warps: int) -> int:
+        """Steps that so many warps of `experts_down_early` take at once: two where that leaves all as much to do."""
+        storage = self.storage
+        if not self.early or storage is None or self.format.scaled == "numbers":
+            return 1
+        whole = all(columns % (2 * self.step * warps) == 0 for columns in (self.inner, self.shared))
+        return 2 if whole and storage.block[1] % (2 * self.step) == 0 else 1
+
+    @property
     def pairs(self) -> int:
         return self.rows * self.top
 
@@ -116,24 +129,23 @@ class UpCut:
 
 @dataclass(frozen=True)
 class DownCut:
+    """together: steps that a warp takes at once, 1 but in `experts_down_early`."""
+
     warps: int
     stages: int
+    together: int = 1
 
     def factors(self, sizes: Sizes) -> int:
         """16-byte pieces that a lane has of what a stage's weights are multiplied by, beside the two of weights. None where
-        there are more than 16 rows, or `early`."""
-        return sizes.row_blocks * sizes.step // 32 if sizes.rows <= 16 and not self.early(sizes) else 0
-
-    def early(self, sizes: Sizes) -> bool:
-        """Is what weights are multiplied by read a step before, into registers? Of quantised weights it would take as much of the
-        ring as they, or twice as much."""
-        return sizes.rows <= 16 and sizes.storage is not None
+        there are more than 16 rows, or it is read early."""
+        return sizes.row_blocks * sizes.step // 32 if sizes.rows <= 16 and not sizes.early else 0
 
     def shared_bytes(self, sizes: Sizes) -> int:
         lines, words = down_scales(sizes.format)
-        ring = self.warps * self.stages * (1024 + 4 * lines * words + 512 * self.factors(sizes))
+        ring = self.warps * self.stages * (1024 * self.together + 4 * lines * words + 512 * self.factors(sizes))
         wholes = 4 * (sizes.experts + 1) if sizes.storage and sizes.storage.whole else 0
-        return ring + 4 * self.warps * sizes.rows * 16 + 16 * sizes.most + wholes + 1024
+        table = 36 * (sizes.most + 1) if sizes.early else 16 * sizes.most
+        return ring + 4 * self.warps * sizes.rows * 16 + table + wholes + 1024
 
 
 def up_scales(format: Format) -> tuple[int, int]:

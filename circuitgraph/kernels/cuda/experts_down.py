@@ -74,7 +74,7 @@ class Down:
         self.env, self.sizes, self.cut, self.format, self.weights, self.between = env, sizes, cut, format, weights, between
         self.tiles = sizes.hidden // 16
         self.shared_units, self.expert_units = sizes.shared // sizes.step, sizes.inner // sizes.step
-        self.factors, self.early = cut.factors(sizes), cut.early(sizes)
+        self.factors = cut.factors(sizes)
         self.has_wholes = weights.down.scales is not None and weights.down.scales.whole is not None
         self.blocks = min(env.processors, self.tiles)
 
@@ -83,41 +83,51 @@ class Down:
         with self.env.kernel(self.blocks, cut.warps, early=True) as at:
             self.at, self.thread = at, hold(at.warp * 32 + at.lane, "int32", "thread")
             pool = SMEMPool()
-            self.ring = Ring(pool, cut.warps, cut.stages, self.factors, at, down_scales(self.format))
             self.product = Product(self.format, at.lane)
-            self.shared = pool.alloc((cut.warps, sizes.rows * 16), "float32", align=16)
-            self.listed = pool.alloc((sizes.most, 4), "int32", align=16)
-            self.wholes = pool.alloc((sizes.experts + 1,), "float32", align=16) if self.has_wholes else None
+            self._allocate(pool)
             pool.commit()
             names = ("tile", "ahead_tile", "slot")
             self.tile, self.ahead_tile, self.slot = (register("int32", name=name) for name in names)
-            self.here, self.ahead = _Cursor(self, "place", "step"), _Cursor(self, "ahead_place", "ahead_step")
+            self.here, self.ahead = self._cursors()
             put(self.tile, at.block)
             put(self.slot, T.int32(0))
             addresses = register("uint64", 2, "source")
-            for stage in range(cut.stages if self.shared_units else 0):
-                unit = hold(at.warp + stage * cut.warps, "int32")
-                with T.If(unit < self.shared_units), T.Then():
-                    self._start_weights(stage, None, self.tile[0], unit, addresses)
-            self._fetch_wholes()
-            self.env.wait()
-            self._fetch_list()
-            if self.early:
-                self.x = register("uint32", sizes.row_blocks * sizes.step // 8, "x")
-                self._begin_early()
-            put(self.ahead_tile, at.block)
-            self.ahead.begin()
-            for stage in range(cut.stages):
-                with T.If(T.And(self.ahead_tile[0] < self.tiles, self.ahead.inside)), T.Then():
-                    self._start(stage, addresses, T.EQ(self.ahead_tile[0], at.block))
-                do(T.ptx.cp.async_.commit_group())
-                self._advance()
+            self._begin(addresses)
             with T.While(self.tile[0] < self.tiles):
                 self._tile(addresses)
                 do(T.cuda.cta_sync())
                 self._finish(finish)
                 do(T.cuda.cta_sync())
                 put(self.tile, self.tile[0] + self.blocks)
+
+    def _allocate(self, pool: SMEMPool) -> None:
+        sizes, cut = self.sizes, self.cut
+        self.ring = Ring(pool, cut.warps, cut.stages, self.factors, self.at, down_scales(self.format))
+        self.shared = pool.alloc((cut.warps, sizes.rows * 16), "float32", align=16)
+        self.listed = pool.alloc((sizes.most, 4), "int32", align=16)
+        self.wholes = pool.alloc((sizes.experts + 1,), "float32", align=16) if self.has_wholes else None
+
+    def _cursors(self) -> tuple[Any, Any]:
+        """Of what is multiplied, and of what is copied."""
+        return _Cursor(self, "place", "step"), _Cursor(self, "ahead_place", "ahead_step")
+
+    def _begin(self, addresses: Any) -> None:
+        """Fill the ring: the shared expert's weights before all that the kernel waits for."""
+        cut, at = self.cut, self.at
+        for stage in range(cut.stages if self.shared_units else 0):
+            unit = hold(at.warp + stage * cut.warps, "int32")
+            with T.If(unit < self.shared_units), T.Then():
+                self._start_weights(stage, None, self.tile[0], unit, addresses)
+        self._fetch_wholes()
+        self.env.wait()
+        self._fetch_list()
+        put(self.ahead_tile, at.block)
+        self.ahead.begin()
+        for stage in range(cut.stages):
+            with T.If(T.And(self.ahead_tile[0] < self.tiles, self.ahead.inside)), T.Then():
+                self._start(stage, addresses, T.EQ(self.ahead_tile[0], at.block))
+            do(T.ptx.cp.async_.commit_group())
+            self._advance()
 
     def _fetch_list(self) -> None:
         sizes, threads = self.sizes, self.cut.warps * 32
@@ -209,20 +219,12 @@ class Down:
         cut, sizes = self.cut, self.sizes
         sums = register("float32", sizes.row_blocks * 4, "sums")
         zeros(sums, sizes.row_blocks * 4)
-        if not self.early:
-            self.here.begin()
+        self.here.begin()
         with T.While(self.here.inside):
             do(T.ptx.cp.async_.wait_group(cut.stages - 1))
             piece = self.ring.read(self.slot[0])
             self.product.take(piece, self.ring.read_scales(self.slot[0]), self._whole())
-            if self.early:
-                each = sizes.step // 8
-                x = [[self.x[block * each + i] for i in range(each)] for block in range(sizes.row_blocks)]
-                self.product.multiply_all(sums, x)
-                self.here.move()
-                with T.If(self.here.inside), T.Then():
-                    self._load_x()
-            elif self.factors:
+            if self.factors:
                 each = sizes.step // 8
                 words = [[piece[8 + block * each + i] for i in range(each)] for block in range(sizes.row_blocks)]
                 self.product.multiply_all(sums, words)
@@ -234,42 +236,8 @@ class Down:
             do(T.ptx.cp.async_.commit_group())
             self._advance()
             put(self.slot, T.Select(T.EQ(self.slot[0] + 1, cut.stages), T.int32(0), self.slot[0] + 1))
-            if not self.early:
-                self.here.move()
+            self.here.move()
         self._share(sums)
-        if self.early:
-            self._begin_early()
-
-    def _begin_early(self) -> None:
-        """The cursor goes to a tile's first step, whose x is asked for."""
-        self.here.begin()
-        with T.If(self.here.inside), T.Then():
-            self._load_x()
-
-    def _load_x(self) -> None:
-        """Ask for what the weights of the next step are multiplied by, zeros for rows that the expert does not have: a step
-        before it is used, so that it needs no room in the ring."""
-        sizes, each = self.sizes, self.sizes.step // 8
-        place, step = self.here.place[0], self.here.step[0]
-        for index in range(sizes.row_blocks * each):
-            put(self.x, T.uint32(0), index)
-        for block in range(sizes.row_blocks):
-            row = hold(block * 8 + T.floordiv(self.at.lane, 4), "int32")
-            source, mine = register("uint64", name="source"), register("uint32", name="mine")
-            if self.shared_units:
-                with T.If(place < 0), T.Then():
-                    put(mine, T.Cast("uint32", row < sizes.rows))
-                    row_there = T.min(row, T.int32(sizes.rows - 1))
-                    put(source, T.reinterpret("uint64", self.between.shared.ptr_to([row_there, self._word(step)])))
-            with T.If(place >= 0), T.Then():
-                rank, bit = rank_in([T.reinterpret("uint32", self.listed[place, 2])], row)
-                pair = hold(T.min(self.listed[place, 1] + rank, T.int32(sizes.pairs - 1)), "int32")
-                put(mine, bit)
-                put(source, T.reinterpret("uint64", self.between.made.ptr_to([pair, self._word(step)])))
-            with T.If(mine[0] > T.uint32(0)), T.Then():
-                for first in range(0, each, 4):
-                    targets = [self.x[block * each + first + i] for i in range(4)]
-                    do(T.ptx["ld.global.v4.b32"](*targets, T.reinterpret("handle", source[0] + T.uint64(4 * first))))
 
     def _whole(self) -> Any:
         """The scale over all of the expert's matrix, None where there is none."""

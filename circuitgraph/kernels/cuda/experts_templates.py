@@ -13,6 +13,7 @@ from .architectures import architecture_of
 from .epilogue import Epilogue, refuse_ops
 from .experts import STEP_WORDS, Between, DownCut, Matrix, Sizes, UpCut, Weights
 from .experts_down import Down
+from .experts_down_early import EarlyDown
 from .experts_up import Up
 from .formats import Format, scales_of
 from .plain import Projection, emit_plain
@@ -146,7 +147,9 @@ class MixtureParams:
 
     def down(self, plan: Plan, sizes: Sizes) -> DownCut | str:
         warps = self._fewer(list(range(self.warps, 0, -1)))
-        cuts = [DownCut(some, stages) for some in warps for stages in range(self.stages, 1, -1)]
+        each = {some: sizes.together(some) for some in warps}
+        most = {1: self.stages, 2: -(-self.stages * 3 // 4)}
+        cuts = [DownCut(some, stages, each[some]) for some in warps for stages in range(most[each[some]], 1, -1)]
         limit = architecture_of(plan).shared_bytes
         return next((cut for cut in cuts if cut.shared_bytes(sizes) <= limit), "needs more shared memory than there is")
 
@@ -285,7 +288,8 @@ class MixtureStream(Kernel):
         after = [node for node in group.epilogue if node is not mixture.joined]
         finish = Epilogue(env, group, [mixture.joined], after)
         Up(env, sizes, up_cut, format, choosing, weights, between).emit(x, logits, gate)
-        Down(env, sizes, down_cut, format, weights, between).emit(finish)
+        down = EarlyDown if sizes.early else Down
+        down(env, sizes, down_cut, format, weights, between).emit(finish)
 
 
 def _matrix(env: Any, name: str, format: Format) -> Matrix:
