@@ -99,7 +99,6 @@ class UpCut:
     resident: bool
     buffers: int
     beside: bool = False
-    ask: int = 0
 
     @property
     def tiles_ahead(self) -> int:
@@ -145,7 +144,8 @@ class DownCut:
         ring = self.warps * self.stages * (1024 * self.together + 4 * lines * words + 512 * self.factors(sizes))
         wholes = 4 * (sizes.experts + 1) if sizes.storage and sizes.storage.whole else 0
         table = 36 * (sizes.most + 1) if sizes.early else 16 * sizes.most
-        return ring + 4 * self.warps * sizes.rows * 16 + table + wholes + 1024
+        one = 4 * shared_words(sizes.experts) if sizes.rows == 1 else 0
+        return ring + 4 * self.warps * sizes.rows * 16 + table + wholes + one + 1024
 
 
 def up_scales(format: Format) -> tuple[int, int]:

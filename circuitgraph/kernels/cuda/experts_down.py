@@ -9,10 +9,11 @@ from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
 from .expert_groups import rank_in
+from .expert_one import OneRow
 from .expert_steps import Product, Ring
 from .experts import STEP_WORDS, Between, DownCut, Sizes, Weights, down_scales
 from .formats import Format
-from .route import ALL
+from .route import ALL, Choosing
 from .values import do, hold, load, load_int, put, register, zeros
 
 
@@ -70,8 +71,19 @@ class _Cursor:
 class Down:
     """One launch. finish(row, column, [sum]) stores the results of one element."""
 
-    def __init__(self, env: Any, sizes: Sizes, cut: DownCut, format: Format, weights: Weights, between: Between):
+    def __init__(
+        self,
+        env: Any,
+        sizes: Sizes,
+        cut: DownCut,
+        format: Format,
+        weights: Weights,
+        between: Between,
+        alone: tuple[Choosing, Any] | None,
+    ):
+        """alone: what one row's experts are chosen by, with the logits: then the ring is filled while `Up` still runs."""
         self.env, self.sizes, self.cut, self.format, self.weights, self.between = env, sizes, cut, format, weights, between
+        self.alone = alone
         self.tiles = sizes.hidden // 16
         self.shared_units, self.expert_units = sizes.shared // sizes.step, sizes.inner // sizes.step
         self.factors = cut.factors(sizes)
@@ -79,7 +91,7 @@ class Down:
         self.blocks = min(env.processors, self.tiles)
 
     def emit(self, finish: Callable[[Any, Any, list[Any]], None]) -> None:
-        sizes, cut = self.sizes, self.cut
+        cut = self.cut
         with self.env.kernel(self.blocks, cut.warps, early=True) as at:
             self.at, self.thread = at, hold(at.warp * 32 + at.lane, "int32", "thread")
             pool = SMEMPool()
@@ -106,6 +118,7 @@ class Down:
         self.shared = pool.alloc((cut.warps, sizes.rows * 16), "float32", align=16)
         self.listed = pool.alloc((sizes.most, 4), "int32", align=16)
         self.wholes = pool.alloc((sizes.experts + 1,), "float32", align=16) if self.has_wholes else None
+        self.one = OneRow(self.alone[0], pool, cut.warps) if self.alone else None
 
     def _cursors(self) -> tuple[Any, Any]:
         """Of what is multiplied, and of what is copied."""
@@ -119,15 +132,45 @@ class Down:
             with T.If(unit < self.shared_units), T.Then():
                 self._start_weights(stage, None, self.tile[0], unit, addresses)
         self._fetch_wholes()
-        self.env.wait()
-        self._fetch_list()
-        put(self.ahead_tile, at.block)
+        if self.one:
+            self._list_one(self.one)
+            self._each_stage(lambda stage: self._start(stage, addresses, T.EQ(self.ahead_tile[0], at.block), factors=False))
+            self.env.wait()
+            self._each_stage(lambda stage: self._start(stage, addresses, weights=False), commit=True)
+        else:
+            self.env.wait()
+            self._fetch_list()
+            self._each_stage(lambda stage: self._start(stage, addresses, T.EQ(self.ahead_tile[0], at.block)), commit=True)
+
+    def _each_stage(self, body: Callable[[int], None], *, commit: bool = False) -> None:
+        """body(stage) for the steps that the ring holds at first, the copying cursor at each."""
+        put(self.ahead_tile, self.at.block)
         self.ahead.begin()
-        for stage in range(cut.stages):
+        for stage in range(self.cut.stages):
             with T.If(T.And(self.ahead_tile[0] < self.tiles, self.ahead.inside)), T.Then():
-                self._start(stage, addresses, T.EQ(self.ahead_tile[0], at.block))
-            do(T.ptx.cp.async_.commit_group())
+                body(stage)
+            if commit:
+                do(T.ptx.cp.async_.commit_group())
             self._advance()
+
+    def _list_one(self, one: OneRow) -> None:
+        """The list where there is one row: an expert's place is its pair's."""
+        one.choose(self.alone[1], self.at)  # type: ignore[index]
+        with T.If(T.EQ(self.at.warp, 0)), T.Then():
+            expert, _, place = one.shares(self.at.lane)
+            with T.If(self.at.lane < self.sizes.top), T.Then():
+                self._enter_one(expert, place)
+        do(T.cuda.cta_sync())
+        self.total = register("int32", name="chosen_experts")
+        put(self.total, T.int32(self.sizes.top + self.listed_before))
+        self.total = self.total[0]
+
+    listed_before = 0
+    """Entries of a list that are not chosen experts'."""
+
+    def _enter_one(self, expert: Any, place: Any) -> None:
+        for index, value in enumerate((expert, place, T.int32(1), T.int32(0))):
+            T.buffer_store(self.listed, value, [place, index])
 
     def _fetch_list(self) -> None:
         sizes, threads = self.sizes, self.cut.warps * 32
@@ -179,31 +222,30 @@ class Down:
         """Where the lane's columns of a step begin in a row of words of two elements."""
         return step * (self.sizes.step // 2) + self.at.lane % 4 * (self.sizes.step // 8)
 
-    def _start(self, slot: Any, addresses: Any, early: Any = None) -> None:
-        """Copies of the unit at the copying cursor. early: where that holds, its weights are on their way."""
+    def _start(self, slot: Any, addresses: Any, early: Any = None, *, weights: bool = True, factors: bool = True) -> None:
+        """Copies of the unit at the copying cursor, of weights and of what they are multiplied by. early: where that holds, the
+        shared expert's weights are on their way."""
         place, step = self.ahead.place[0], self.ahead.step[0]
         if self.shared_units:
             with T.If(place < 0), T.Then():
-                self._start_shared(slot, step, addresses, early)
+                self._start_shared(slot, step, addresses, early, weights=weights, factors=factors)
         with T.If(place >= 0), T.Then():
-            self._start_weights(slot, hold(self.listed[place, 0], "int32"), self.ahead_tile[0], step, addresses)
-            for block in range(self.sizes.row_blocks if self.factors else 0):
+            if weights:
+                self._start_weights(slot, hold(self.listed[place, 0], "int32"), self.ahead_tile[0], step, addresses)
+            for block in range(self.sizes.row_blocks if self.factors and factors else 0):
                 row = hold(block * 8 + T.floordiv(self.at.lane, 4), "int32")
                 rank, bit = rank_in([T.reinterpret("uint32", self.listed[place, 2])], row)
                 pair = hold(T.min(self.listed[place, 1] + rank, T.int32(self.sizes.pairs - 1)), "int32")
                 size = hold(bit * T.uint32(16), "uint32")  # nothing is read for other rows: zeros
                 self._start_factors(slot, block, self.between.made, pair, step, size)
 
-    def _start_shared(self, slot: Any, unit: Any, addresses: Any, early: Any) -> None:
-        def weights():
+    def _start_shared(self, slot: Any, unit: Any, addresses: Any, early: Any, *, weights: bool, factors: bool) -> None:
+        if weights and early is None:
             self._start_weights(slot, None, self.ahead_tile[0], unit, addresses)
-
-        if early is None:
-            weights()
-        else:
+        elif weights:
             with T.If(T.Not(early)), T.Then():
-                weights()
-        for block in range(self.sizes.row_blocks if self.factors else 0):
+                self._start_weights(slot, None, self.ahead_tile[0], unit, addresses)
+        for block in range(self.sizes.row_blocks if self.factors and factors else 0):
             row = hold(T.min(block * 8 + T.floordiv(self.at.lane, 4), T.int32(self.sizes.rows - 1)), "int32")
             self._start_factors(slot, block, self.between.shared, row, unit)
 

@@ -10,6 +10,7 @@ from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
 from .expert_groups import rank_in
+from .expert_one import OneRow
 from .expert_steps import Ring
 from .experts import STEP_WORDS, down_scales
 from .experts_down import Down
@@ -66,13 +67,14 @@ class EarlyDown(Down):
         sizes, cut, each = self.sizes, self.cut, self.cut.together
         self.shared_units, self.expert_units = self.shared_units // each, self.expert_units // each
         self.even = not (self.shared_units % cut.warps or self.expert_units % cut.warps)
-        self.first = 1 if self.shared_units else 0
+        self.first = self.listed_before = 1 if self.shared_units else 0
         self.places = sizes.most + self.first
         self.ring = Ring(pool, cut.warps, cut.stages, 2 * each - 2, self.at, down_scales(self.format))
         self.shared = pool.alloc((cut.warps, sizes.rows * 16), "float32", align=16)
         self.table = pool.alloc((self.places, 8), "uint32", align=16)
         self.numbers = pool.alloc((self.places,), "int32", align=16)
         self.wholes = pool.alloc((sizes.experts + 1,), "float32", align=16) if self.has_wholes else None
+        self.one = OneRow(self.alone[0], pool, cut.warps) if self.alone else None
 
     def of_place(self, place: Any, shared: int, routed: int) -> Any:
         """A number that is another for the shared expert."""
@@ -98,17 +100,29 @@ class EarlyDown(Down):
                 unit = hold(at.warp + stage * cut.warps, "int32")
                 with T.If(unit < self.shared_units), T.Then():
                     self._copy(stage, T.int32(0), unit, self.tile[0])
-        self.env.wait()
-        self._fetch_table()
-        put(self.ahead_tile, at.block)
-        self.ahead.begin()
-        self._begin_tile()
-        for stage in range(cut.stages):
-            early = T.And(T.EQ(self.ahead_tile[0], at.block), self.ahead.place[0] < self.first)
-            with T.If(T.And(T.And(self.ahead_tile[0] < self.tiles, self.ahead.inside), T.Not(early))), T.Then():
-                self._copy(stage, self.ahead.place[0], self.ahead.step[0], self.ahead_tile[0])
-            do(T.ptx.cp.async_.commit_group())
-            self._advance()
+        if self.one:
+            self._list_one(self.one)
+            self._each_stage(self._fill)
+            self.env.wait()
+            self._begin_tile()
+            for _ in range(cut.stages):
+                do(T.ptx.cp.async_.commit_group())
+        else:
+            self.env.wait()
+            self._fetch_table()
+            self._begin_tile()
+            self._each_stage(self._fill, commit=True)
+
+    def _fill(self, stage: int) -> None:
+        """Copies at the copying cursor, if they are none of those that were started first."""
+        early = T.And(T.EQ(self.ahead_tile[0], self.at.block), self.ahead.place[0] < self.first)
+        with T.If(T.Not(early)), T.Then():
+            self._copy(stage, self.ahead.place[0], self.ahead.step[0], self.ahead_tile[0])
+
+    def _enter_one(self, expert: Any, place: Any) -> None:
+        whole = self.wholes[expert] if self.has_wholes else None
+        made = self.between.made.ptr_to([place, 0])
+        self._enter(place + self.first, self.weights.down, expert, made, T.uint32(1), whole, expert)
 
     def _fetch_table(self) -> None:
         sizes, threads = self.sizes, self.cut.warps * 32

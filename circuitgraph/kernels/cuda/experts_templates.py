@@ -11,6 +11,7 @@ from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, refuse_packed, within
 from .architectures import architecture_of
 from .epilogue import Epilogue, refuse_ops
+from .expert_one import fits
 from .experts import STEP_WORDS, Between, DownCut, Matrix, Sizes, UpCut, Weights
 from .experts_down import Down
 from .experts_down_early import EarlyDown
@@ -287,9 +288,10 @@ class MixtureStream(Kernel):
         assert isinstance(down_cut, DownCut)
         after = [node for node in group.epilogue if node is not mixture.joined]
         finish = Epilogue(env, group, [mixture.joined], after)
-        Up(env, sizes, up_cut, format, choosing, weights, between).emit(x, logits, gate)
+        alone = fits(choosing, sizes.rows, min(up_cut.warps, down_cut.warps))
+        Up(env, sizes, up_cut, format, choosing, weights, between, alone).emit(x, logits, gate)
         down = EarlyDown if sizes.early else Down
-        down(env, sizes, down_cut, format, weights, between).emit(finish)
+        down(env, sizes, down_cut, format, weights, between, (choosing, logits) if alone else None).emit(finish)
 
 
 def _matrix(env: Any, name: str, format: Format) -> Matrix:

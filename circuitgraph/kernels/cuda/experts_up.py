@@ -7,8 +7,9 @@ from typing import Any
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
+from .environment import launch
 from .expert_groups import Groups, rank_in
-from .expert_one import OneRow, fits
+from .expert_one import OneRow
 from .expert_scales import TileScales
 from .expert_steps import Product, Ring
 from .experts import STEP_WORDS, Between, Matrix, Sizes, UpCut, Weights
@@ -22,10 +23,19 @@ class Up:
     gate before its sigmoid, or None."""
 
     def __init__(
-        self, env: Any, sizes: Sizes, cut: UpCut, format: Format, choosing: Choosing, weights: Weights, between: Between
+        self,
+        env: Any,
+        sizes: Sizes,
+        cut: UpCut,
+        format: Format,
+        choosing: Choosing,
+        weights: Weights,
+        between: Between,
+        alone: bool,
     ):
+        """alone: one row, whose experts are chosen by whole blocks, of `Down` too."""
         self.env, self.sizes, self.cut, self.format = env, sizes, cut, format
-        self.choosing, self.weights, self.between = choosing, weights, between
+        self.choosing, self.weights, self.between, self.alone = choosing, weights, between, alone
         self.shared_tiles, self.expert_tiles = sizes.shared // 8, sizes.inner // 8
         self.tiles_ahead = cut.tiles_ahead
         self.blocks = min(env.processors, self.shared_tiles + sizes.most * self.expert_tiles)
@@ -33,7 +43,8 @@ class Up:
     def emit(self, x: Any, logits: Any, gate: Any) -> None:
         sizes, cut = self.sizes, self.cut
         self.x, self.gate = x, gate
-        with self.env.kernel(self.blocks, cut.warps, early=True) as at:
+        # Where `Down` chooses for itself it relies on the logits, so it starts when this kernel may, not before.
+        with launch(self.blocks, cut.warps, self.env.overlap, early=True, fence=self.alone) as at:
             self.at, self.thread = at, hold(at.warp * 32 + at.lane, "int32", "thread")
             pool = SMEMPool()
             self.ring, self.product = Ring(pool, cut.warps, cut.stages, 0, at), Product(self.format, at.lane)
@@ -42,7 +53,7 @@ class Up:
             words = cut.scratch_words(sizes, self.choosing.words)
             memory = pool.alloc((words,), "uint32", align=16)
             self.groups = Groups(sizes, pool, cut.warps)
-            one = OneRow(self.choosing, pool, cut.warps) if fits(self.choosing, sizes.rows, cut.warps) else None
+            one = OneRow(self.choosing, pool, cut.warps) if self.alone else None
             pool.commit()
             keys, scores = memory_views(memory, words)
             shape = (cut.buffers, cut.warps, sizes.rows * 16)
@@ -54,9 +65,6 @@ class Up:
             put(self.turn, T.int32(0))
             put(self.ring_turn, T.int32(0))
             self.scales.begin()
-            if cut.ask:
-                self.asked = register("int32", name="asked")
-                put(self.asked, T.int32(0))
             here, ahead = (register("uint64", self.addresses, name) for name in ("here", "ahead"))
             for number in range(self.tiles_ahead if self.shared_tiles else 0):
                 tile = self.tile[0] + number * self.blocks
@@ -64,6 +72,8 @@ class Up:
                     self._find_shared(tile, here)
                     self._fill(number, here)
             self.env.wait()
+            if self.alone and self.env.overlap:
+                do(T.ptx.griddepcontrol.launch_dependents())
             if cut.resident:
                 self._load_x()
             if one:
@@ -78,14 +88,13 @@ class Up:
                 with T.If(listed), T.Then():
                     self._find_listed(tile, here)
                 self._fill(number, here, listed)
-            with T.If(T.EQ(at.block, self.blocks - 1)), T.Then():  # which has the fewest tiles
-                self.groups.publish(self.between.listed, self.thread)
+            if not self.alone:
+                with T.If(T.EQ(at.block, self.blocks - 1)), T.Then():  # which has the fewest tiles
+                    self.groups.publish(self.between.listed, self.thread)
             if cut.steps > cut.stages:
                 self._find(self.tile[0], here)
             with T.While(self.tile[0] < self.tiles):
                 self._find(hold(self.tile[0] + self.tiles_ahead * self.blocks, "int32", "far"), ahead)
-                if cut.ask:
-                    self._ask()
                 self._tile(here, ahead)
                 if cut.steps > cut.stages:
                     for index in range(self.addresses):
@@ -152,24 +161,6 @@ class Up:
 
     def _copy(self, slot: Any, addresses: Any, step: int) -> None:
         self.ring.copy(slot, addresses, 4 * step * self.cut.stride * STEP_WORDS)
-
-    def _ask(self) -> None:
-        """Once nothing is left to copy, ask L2 for the weights of down that the same block of the next launch begins with."""
-        sizes, down = self.sizes, self.weights.down
-        lines = -(-4 * sizes.inner // down.elements // 128)
-        far = hold(self.tile[0] + self.tiles_ahead * self.blocks, "int32")
-        first = T.And(far >= self.tiles, T.EQ(self.asked[0], 0))
-        with T.If(T.And(first, self.at.block < sizes.hidden // 16)), T.Then():
-            put(self.asked, T.int32(1))
-            item = register("int32", name="item")
-            put(item, self.thread)
-            most = hold(T.min(self.groups.total[0], T.int32(self.cut.ask)) * (16 * lines), "int32")
-            with T.While(item[0] < most):
-                place, rest = hold(T.floordiv(item[0], 16 * lines), "int32"), hold(item[0] % (16 * lines), "int32")
-                line = hold(self.at.block * 16 + T.floordiv(rest, lines), "int32")
-                source = down.piece(self.groups.expert[place], line, rest % lines * 32)
-                do(T.ptx["prefetch.global.L2"](T.reinterpret("handle", source)))
-                put(item, item[0] + self.cut.warps * 32)
 
     # -- a tile ------------------------------------------------------------------------------------------------
 
