@@ -94,7 +94,7 @@ class EarlyDown(Down):
             with T.If(T.EQ(self.thread, 0)), T.Then():
                 matrix = self.weights.shared[2]  # type: ignore[index]
                 whole = self.wholes[sizes.experts] if self.has_wholes else None
-                self._enter(0, matrix, None, self.between.shared.ptr_to([0, 0]), T.uint32((1 << sizes.rows) - 1), whole, 0)
+                self._enter(0, matrix, None, 0, T.uint32((1 << sizes.rows) - 1), whole, 0)
             do(T.cuda.cta_sync())
             for stage in range(cut.stages):
                 unit = hold(at.warp + stage * cut.warps, "int32")
@@ -121,8 +121,7 @@ class EarlyDown(Down):
 
     def _enter_one(self, expert: Any, place: Any) -> None:
         whole = self.wholes[expert] if self.has_wholes else None
-        made = self.between.made.ptr_to([place, 0])
-        self._enter(place + self.first, self.weights.down, expert, made, T.uint32(1), whole, expert)
+        self._enter(place + self.first, self.weights.down, expert, place, T.uint32(1), whole, expert)
 
     def _fetch_table(self) -> None:
         sizes, threads = self.sizes, self.cut.warps * 32
@@ -135,23 +134,24 @@ class EarlyDown(Down):
                 with T.If(place < total), T.Then():
                     whole = self.wholes[words[0]] if self.has_wholes else None
                     rows = T.reinterpret("uint32", words[2])
-                    made = self.between.made.ptr_to([words[1], 0])
-                    self._enter(place + self.first, self.weights.down, words[0], made, rows, whole, words[0])
+                    self._enter(place + self.first, self.weights.down, words[0], words[1], rows, whole, words[0])
         do(T.cuda.cta_sync())
         self.total = hold(total + self.first, "int32", "chosen_experts")
 
-    def _enter(self, place: Any, matrix: Any, expert: Any, x: Any, rows: Any, whole: Any, number: Any) -> None:
-        addresses = [matrix.piece(expert, 0, 0), matrix.scale(expert, 0, 0), T.reinterpret("uint64", x)]
+    def _enter(self, place: Any, matrix: Any, expert: Any, first: Any, rows: Any, whole: Any, number: Any) -> None:
+        """A line of the table. first: pair of the expert, among those that `Up` made."""
+        addresses = [matrix.piece(expert, 0, 0), matrix.scale(expert, 0, 0)]
         for index, address in enumerate(addresses):
             address = hold(address, "uint64")
             T.buffer_store(self.table, T.Cast("uint32", address), [place, index * 2])
             T.buffer_store(self.table, T.Cast("uint32", T.shift_right(address, T.uint64(32))), [place, index * 2 + 1])
+        T.buffer_store(self.table, T.Cast("uint32", first), [place, 4])
         T.buffer_store(self.table, rows, [place, 6])
         T.buffer_store(self.table, T.uint32(0) if whole is None else T.cuda.float_as_uint(whole), [place, 7])
         T.buffer_store(self.numbers, number, [place])
 
     def _entry(self, place: Any, half: int) -> list[Any]:
-        """Words of a half of a line of the table: where weights and scales begin; where x does, rows, the whole scale."""
+        """Words of a half of a line of the table: where weights and scales begin; first pair, nothing, rows, the whole scale."""
         words = register("uint32", 4, "entry")
         with T.vectorized(0, 4) as v:
             T.buffer_store(words, self.table[place, half * 4 + v], [v])
@@ -192,7 +192,10 @@ class EarlyDown(Down):
         entry = self._entry(place, 1)
         if self.whole is not None:
             put(self.whole, T.cuda.uint_as_float(entry[3]))
-        begin = _address(entry[0], entry[1])
+        begin = T.reinterpret("uint64", self.between.made.ptr_to([0, 0]))
+        if self.first:
+            begin = T.if_then_else(T.EQ(place, 0), T.reinterpret("uint64", self.between.shared.ptr_to([0, 0])), begin)
+        begin = hold(begin, "uint64")
         stride = self.of_place(place, sizes.shared * 2, sizes.inner * 2)
         for index in range(sizes.row_blocks * count):
             put(self.x, T.uint32(0), index)
@@ -200,7 +203,11 @@ class EarlyDown(Down):
             row = hold(block * 8 + T.floordiv(lane, 4), "int32")
             rank, bit = rank_in([entry[2]], row)
             with T.If(bit > T.uint32(0)), T.Then():
-                offset = rank * stride + step * (self.cut.together * sizes.step * 2) + lane % 4 * (sizes.step // 2)
+                offset = (
+                    (T.Cast("int32", entry[0]) + rank) * stride
+                    + step * (self.cut.together * sizes.step * 2)
+                    + lane % 4 * (sizes.step // 2)
+                )
                 source = hold(begin + T.Cast("uint64", hold(offset, "int32")), "uint64")
                 for part in range(self.cut.together):
                     for first in range(0, each, 4):
