@@ -60,17 +60,14 @@ class Product:
     def multiply_all(self, sums: Any, blocks: list[list[Any]]) -> None:
         """The same with all blocks of rows; few words are decoded at a time, which saves registers."""
         totals = self._begin(sums, list(range(len(blocks))))
-        twice = [totals, self._begin(sums, list(range(len(blocks))))] if self.factors and self.format.columns == 8 else [totals]
         together = 2 if self.format.columns == 2 else 1  # words that make a whole product
         for first in range(0, 4, together):
             upper, lower = ([pair for i in range(together) for pair in self._pairs(half, first + i)] for half in range(2))
             start = first * len(blocks[0]) // 4
             for pair in range(0, len(upper), 2):
                 a = [upper[pair], lower[pair], upper[pair + 1], lower[pair + 1]]
-                for total, x in zip(twice[pair // 2 % len(twice)], blocks, strict=True):
+                for total, x in zip(totals, blocks, strict=True):
                     self._mma(total, a, x[start + pair : start + pair + 2])
-        if len(twice) > 1:  # half as many products wait for each other
-            totals = [[hold(a + b) for a, b in zip(*pair, strict=True)] for pair in zip(*twice, strict=True)]
         self._end(sums, list(range(len(blocks))), totals)
 
     def _begin(self, sums: Any, blocks: list[int]) -> list[list[Any]]:
