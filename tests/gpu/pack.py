@@ -150,6 +150,8 @@ EAGLE3_SIZES = {
 MEDUSA_SIZES = {"hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 2112, "medusa_num_heads": 3}
 BYTES = {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 128}
 CODED = {"*vector": "", "ffn.*": "fp8 128x128"}
+WORDS = {"moe_intermediate_size": 384, "shared_expert_intermediate_size": 128}
+FOUR_BITS = {"*vector": "", "ffn.*": "nvfp4"}
 MIXED = (1, 3, 8, 16, 33, 64)
 FEW = (1, 4, 16)
 ALL = (1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 64)
@@ -251,6 +253,27 @@ CASES = (
     ),
     Case("mixture_wide", program=MIXTURE, sizes={"hidden_size": 4096}, widths=(8, 16, 64), entries=("apply",)),
     Case("mixture_fp8", program=MIXTURE, sizes=BYTES, storage=CODED, widths=(1, 4, 8, 16, 33), entries=("apply",)),
+    Case("mixture_nvfp4", program=MIXTURE, sizes=WORDS, storage=FOUR_BITS, widths=(1, 4, 8, 16, 33), entries=("apply",)),
+    Case(
+        "mixture_nvfp4_f16",
+        program=MIXTURE,
+        sizes={**WORDS, "hidden_size": 4096},
+        switches={"experts": "fused"},
+        storage=FOUR_BITS,
+        act="f16",
+        wt="f16",
+        widths=(1, 8, 64),
+        entries=("apply",),
+    ),
+    Case(
+        "mixture_mxfp4",
+        program=MIXTURE,
+        sizes={**WORDS, "hidden_size": 2560, "num_experts": 16},
+        switches=SIGMOID,
+        storage={"*vector": "", "ffn.*": "mxfp4"},
+        widths=(1, 8, 16),
+        entries=("apply",),
+    ),
     Case(
         "mixture_int8",
         program=MIXTURE,
@@ -345,9 +368,12 @@ DENSE8B = Case(
 )
 
 
-def program_of(case: Case, folder: Path) -> str | Path:
-    """The program that `bind` and `compile` take: with storage, one that is written to `folder`."""
-    return state_storage(case.program, case.storage, folder / f"{case.name}.yaml", **options_of(case, folder))
+def program_of(case: Case, folder: Path) -> tuple[str | Path, dict[str, Any]]:
+    """The program and the options that `bind` and `compile` take: with storage, a program that is written to `folder`, whose
+    switches are decided."""
+    options = options_of(case, folder)
+    program = state_storage(case.program, case.storage, folder / f"{case.name}.yaml", **options)
+    return program, options | ({"switches": {}} if case.storage else {})
 
 
 def options_of(case: Case, folder: Path) -> dict[str, Any]:
@@ -372,7 +398,8 @@ def options_of(case: Case, folder: Path) -> dict[str, Any]:
 
 def plans_of(case: Case, target: Target = TARGET) -> list[Plan]:
     with tempfile.TemporaryDirectory() as folder:
-        circuit = bind(case.program, **options_of(case, Path(folder))).circuit
+        program, options = program_of(case, Path(folder))
+        circuit = bind(program, **options).circuit
     if case.tokens is not None:
         circuit, _ = restrict_vocabulary(circuit, case.tokens)
     rules = load_schedule(target.kind)
@@ -426,8 +453,9 @@ def digests(sources: Iterable[str]) -> dict[str, str]:
 def build(case: Case, out: Path) -> Path:
     """Compile one case to out/<name>, with the digests of its programs beside it."""
     with tempfile.TemporaryDirectory() as folder:
+        program, options = program_of(case, Path(folder))
         compile(
-            case.program,
+            program,
             out=out / case.name,
             target=str(TARGET),
             widths=case.widths,
@@ -435,7 +463,7 @@ def build(case: Case, out: Path) -> Path:
             entries=case.entries,
             overwrite=True,
             draft_vocab=case.tokens,
-            **options_of(case, Path(folder)),
+            **options,
         )
     units = sorted((out / case.name / "src").glob("kernels.*.cu"), key=lambda file: int(file.suffixes[-2][1:]))
     sources = [file.read_text() for file in units]
