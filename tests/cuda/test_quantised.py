@@ -161,10 +161,7 @@ def test_warps_of_short_shares_are_parted_into_teams(name, storage, rows, expect
     assert cut.x_steps * cut.teams == cut.steps
 
 
-def test_blocks_that_leave_room_for_the_next_kernels_say_so_to_the_compiler():
-    """Half of a processor's registers and shared memory: then the next kernel's weights are under way beside this one."""
-    assert cut_of_weight("lm_head", "nvfp4", 1, **LARGE).beside
-    assert not cut_of_weight("lm_head", "nvfp4", 8, **LARGE).beside
-    assert not cut_of_weight("lm_head", "nvfp4", 1, teams=1, **LARGE).beside
-    assert "__launch_bounds__(512, 2)" in source_of(plan_of({"lm_head": "nvfp4"}, 1, **LARGE))
-    assert "__launch_bounds__(512, 2)" not in source_of(plan_of({"lm_head": "fp8 per row"}, 1, **LARGE))
+def test_teams_meet_at_barriers_of_their_own():
+    """Each has a number; blocks that are not parted have the one of all their threads alone."""
+    assert "bar.sync" in source_of(plan_of({"lm_head": "nvfp4"}, 1, **LARGE))
+    assert "bar.sync" not in source_of(plan_of({"lm_head": "fp8 per row"}, 1, **LARGE))
