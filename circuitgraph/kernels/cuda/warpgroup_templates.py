@@ -1,0 +1,154 @@
+"""Templates for products of some rows on Hopper's tensor cores (see warpgroups.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...plan.ir import Group, Plan, Scratch
+from ..base import Kernel, kernel, refuse_packed, within
+from .architectures import architecture_of
+from .epilogue import meeting, refuse_epilogue
+from .plain import Projection, emit_top1_final
+from .shared import (
+    PROLOGUE_WARPS,
+    emit_prologue,
+    logits_of,
+    partial_scratch,
+    partials_of,
+    projection_of,
+    prologue_scratch,
+    refuse_dtypes,
+    refuse_meeting,
+    refuse_prologue,
+    refuse_top1,
+)
+from .warpgroups import DEPTH, ROWS, STAGES, Ahead, WarpgroupTile, WarpgroupTiles
+
+
+def sizes_of(plan: Plan, group: Group) -> tuple[int, int, int]:
+    """(weight rows of all products, columns of x, weights that meet)."""
+    types = plan.circuit.types
+    rows = sum(int(types[anchor.inputs[1]].shape[0]) for anchor in group.anchors)  # type: ignore[union-attr]
+    columns = int(types[group.anchors[0].inputs[0]].shape[1])  # type: ignore[union-attr]
+    return rows, columns, len(meeting(group)[0][0])
+
+
+def tile_rows(plan: Plan) -> int:
+    """Rows of x in a tile: all of them, or as few tiles of at most 128 as there have to be, of equal size."""
+    tiles = -(-plan.rows // ROWS)
+    return -(-plan.rows // tiles // 8) * 8
+
+
+@dataclass(frozen=True)
+class WarpgroupParams:
+    """units: of 64 weight rows in a tile, 1 to 4 or 6; parts: blocks that share the columns of a tile, a cluster. 0: what is
+    reckoned to take least time. stages: of the ring, at most; fewer where shared memory is full."""
+
+    units: int = within(0, 0, 6)
+    parts: int = within(0, 0, 8)
+    stages: int = within(STAGES, 2, STAGES)
+
+    def tile(self, plan: Plan, group: Group, *, head: bool = False) -> WarpgroupTile:
+        weights, columns, _ = sizes_of(plan, group)
+        rows, available = tile_rows(plan), architecture_of(plan)
+        units = [self.units] if self.units else [6, 4, 3, 2, 1]
+        parts = [1] if head else [self.parts] if self.parts else [1, 2, 4, 8]
+        choices = [self._fit(unit, rows, part, available.shared_bytes) for unit in units for part in parts]
+
+        def time(tile: WarpgroupTile) -> float:
+            """In rows of a stage. Reading x costs half of what weights do: it is in L2. A cluster's sums cross the chip."""
+            tiles = -(-weights // tile.weights) * -(-plan.rows // tile.rows)
+            stages = -(-columns // DEPTH // tile.parts)
+            if head:
+                return -(-tiles // available.processors) * (tile.weights + tile.rows / 2)
+            turns = -(-tiles * tile.parts // (available.processors // tile.parts * tile.parts))
+            return turns * (stages * (tile.weights + tile.rows / 2) + (tile.parts > 1) * tile.weights * tile.rows / 64)
+
+        return min(choices, key=time)
+
+    def _fit(self, units: int, rows: int, parts: int, available: int) -> WarpgroupTile:
+        each = 2 if units > 4 else 1  # 512 threads have 128 registers each, more have too few
+        tiles = [WarpgroupTile(units, each, rows, parts, stages) for stages in range(self.stages, 1, -1)]
+        return next((tile for tile in tiles if tile.shared_bytes <= available), tiles[-1])
+
+
+def refuse_warpgroups(plan: Plan, group: Group, params: WarpgroupParams) -> str | None:
+    arch = architecture_of(plan)
+    if not arch.warpgroups:
+        return f"{arch.name} has no wgmma"
+    if params.units == 5:
+        return "5 units do not split into warpgroups of two"
+    if reason := refuse_packed(plan, group) or refuse_dtypes(plan, group) or refuse_meeting(group):
+        return reason
+    _, columns, _ = sizes_of(plan, group)
+    if columns % DEPTH:
+        return f"{columns} columns are no whole number of stages of {DEPTH}"
+    if columns // DEPTH < 8:
+        return f"{columns} columns do not split into 8 parts"
+    return refuse_prologue(plan, group)
+
+
+def emit_tiles(env: Any, group: Group, tile: WarpgroupTile, projections: list[Projection]) -> WarpgroupTiles:
+    emit_prologue(env, group, PROLOGUE_WARPS)
+    name = group.anchors[0].inputs[0]
+    return WarpgroupTiles(env, tile, env.words(name), env.plan.circuit.types[name].dtype, projections)
+
+
+@kernel
+class LinearWarpgroups(Kernel):
+    """Projections of some rows in bf16 or f16 by `wgmma`, a block or a cluster a tile of weights; the prologue by rows before
+    it."""
+
+    name = "cuda.linear_warpgroups"
+    patterns = ("project", "gated")
+    Params = WarpgroupParams
+
+    @staticmethod
+    def refuse(plan: Plan, group: Group, params: Any) -> str | None:
+        return refuse_epilogue(plan, group) or refuse_warpgroups(plan, group, params)
+
+    @staticmethod
+    def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
+        return prologue_scratch(plan, group)
+
+    @staticmethod
+    def emit(env, group: Group, params: Any) -> None:
+        projections = [projection_of(env, anchors, Ahead(env, group, anchors, nodes)) for anchors, nodes in meeting(group)]
+        emit_tiles(env, group, params.tile(env.plan, group), projections).emit()
+
+
+@kernel
+class Top1Warpgroups(Kernel):
+    """lm_head, top-1 and log-probability of some rows in bf16 or f16 by `wgmma`; a block takes tile after tile and keeps the
+    best of their columns."""
+
+    name = "cuda.top1_warpgroups"
+    patterns = ("head",)
+    Params = WarpgroupParams
+
+    @staticmethod
+    def refuse(plan: Plan, group: Group, params: Any) -> str | None:
+        if params.parts > 1:
+            return f"a head's columns are not shared by blocks, got {params.parts} parts"
+        return refuse_top1(group) or refuse_warpgroups(plan, group, params)
+
+    @staticmethod
+    def blocks(plan: Plan, group: Group, tile: WarpgroupTile) -> int:
+        """Of a row tile: as many as run at once, each with at least one tile of weights."""
+        tiles = -(-sizes_of(plan, group)[0] // tile.weights)
+        at_once = max(1, architecture_of(plan).processors // -(-plan.rows // tile.rows))
+        return -(-tiles // -(-tiles // at_once))
+
+    @staticmethod
+    def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
+        blocks = Top1Warpgroups.blocks(plan, group, params.tile(plan, group, head=True))
+        return (*prologue_scratch(plan, group), *partial_scratch(blocks, plan.rows))
+
+    @staticmethod
+    def emit(env, group: Group, params: Any) -> None:
+        (linear,), (top1,) = group.anchors, group.epilogue
+        partials, tile = partials_of(env), params.tile(env.plan, group, head=True)
+        head = [projection_of(env, [linear], lambda *_: None)]
+        emit_tiles(env, group, tile, head).emit_best(partials, logits_of(env, group))
+        emit_top1_final(env, partials, *(env.buffer(value.name) for value in top1.outputs))

@@ -1,0 +1,482 @@
+"""Matrix products of some rows on Hopper's tensor cores: every weight is read once, whatever the number of rows.
+
+A block multiplies `units` * 64 weight rows by a tile of up to 128 rows of x: 64 weight rows are those of one `wgmma`, a warpgroup
+has one or two such units, and x is the other operand, so that few rows waste nothing. Both come through one ring in
+shared memory, 64 columns a stage. Every block reads x from L2, so the more weight rows a block has, the less of that.
+
+`parts` blocks share the columns of one tile, so that narrow layers fill the GPU, too: they are a cluster and add each
+other's sums from shared memory, where the epilogue takes them. A head has many more tiles than there are blocks: each block
+takes several, one after the other, and its ring runs on while the best of a tile are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.backend.cuda.lang.alloc_pool import SMEMPool
+from tvm.tirx.script import builder as T
+
+from .epilogue import Epilogue
+from .latent import SWIZZLE_128, power_of_two
+from .plain import NOTHING, Logits, Partials, Projection
+from .values import COPY, LOG2_E, LOWEST, do, hold, load, load_int, put, register, store, wide, zeros
+
+DEPTH = 64
+"""Columns of a stage: 128 bytes, 8 chunks of 16, whose order is swizzled by row as `wgmma` reads them."""
+UNIT = 64
+"""Weight rows of one `wgmma`."""
+ROWS = 128
+"""Rows of x in a tile, at most: 64 sums a thread and unit."""
+STAGES = 8
+"""Of the ring, at most."""
+SPARE = 4
+"""Floats between the sums of one row and of the next, against bank conflicts."""
+LANES = 8
+"""Of a warp that have other columns of the same rows: those that differ in their upper three bits."""
+TOGETHER = 4
+"""Elements that a thread finishes at once: what they read from memory is on its way together."""
+
+
+@dataclass(frozen=True)
+class WarpgroupTile:
+    """What a block has. units: of 64 weight rows; each: of them that a warpgroup has; rows: of x, a multiple of 8; parts: blocks
+    that share the columns of a tile; stages: of the ring."""
+
+    units: int
+    each: int
+    rows: int
+    parts: int
+    stages: int
+
+    @property
+    def weights(self) -> int:
+        return self.units * UNIT
+
+    @property
+    def warps(self) -> int:
+        return self.units // self.each * 4
+
+    @property
+    def threads(self) -> int:
+        return self.warps * 32
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.weights + self.rows) * DEPTH * 2
+
+    @property
+    def shared_bytes(self) -> int:
+        """The ring, or what lies there at the end: sums, or the best of every warp."""
+        ring, sums = self.stages * self.stage_bytes, self.rows * (self.weights + SPARE) * 4
+        return max(ring, sums, self.rows * self.warps * 3 * 4)
+
+
+class Ahead(Epilogue):
+    """An epilogue of several elements at once: what they need from memory is fetched before the first is finished."""
+
+    found: dict[tuple[str, str], Any]
+
+    def fetch(self, row: Any, column: Any) -> dict[tuple[str, str], Any]:
+        made = {value.name for node in (*self.anchors, *self.nodes) for value in node.outputs}
+        return {
+            (node.name, name): super(Ahead, self)._fetch(node, name, row, column)
+            for node in self.nodes
+            for name in node.inputs
+            if name not in made
+        }
+
+    def finish(self, row: Any, column: Any, sums: list[Any], found: dict[tuple[str, str], Any]) -> None:
+        self.found = found
+        self(row, column, sums)
+
+    def _fetch(self, node: Any, name: str, row: Any, column: Any) -> Any:
+        return self.found[node.name, name]
+
+
+class WarpgroupTiles:
+    """One launch. x: [rows, K / 2] words; weights: [columns, K / 2] words; one weight a projection, or two for all."""
+
+    def __init__(self, env: Any, tile: WarpgroupTile, x: Any, kind: str, projections: Sequence[Projection]):
+        self.env, self.tile, self.x, self.projections = env, tile, x, projections
+        self.mma = f"wgmma.mma_async.sync.aligned.m64n{tile.rows}k16.f32.{kind}.{kind}"
+        self.matrices = len(projections[0].weights)
+        self.width = tile.weights // self.matrices
+        self.columns = sum(projection.columns for projection in projections)
+        self.count = -(-self.columns // self.width)
+        self.rows, self.stages_of_all = env.plan.rows, int(x.shape[1]) * 2 // DEPTH
+        self.row_tiles = -(-self.rows // tile.rows)
+
+    # -- launches ----------------------------------------------------------------------------------------------
+
+    def emit(self) -> None:
+        """A block a tile and part; the parts of a tile side by side, and then the row tiles of the same weights."""
+        tile, parts = self.tile, self.tile.parts
+        blocks = self.count * self.row_tiles * parts
+        with self.env.kernel(blocks, tile.warps, early=True, cluster=parts) as at:
+            self._begin(at)
+            self.part = hold(T.floormod(at.block, parts), "int32", "part")
+            self.first_row = hold(T.floormod(T.floordiv(at.block, parts), self.row_tiles) * tile.rows, "int32", "first_row")
+            self.place = hold(T.floordiv(at.block, parts * self.row_tiles), "int32", "place")
+            self._find_weights(self.place)
+            first = hold(T.floordiv(self.part * self.stages_of_all, parts), "int32", "first")
+            self.end = hold(T.floordiv((self.part + 1) * self.stages_of_all, parts), "int32", "end")
+            put(self.ahead, first)
+            self._fill(lambda: None)
+            with T.serial(0, self.end - first) as _:
+                self._turn(lambda: None)
+            self._share()
+            self._finish()
+
+    def emit_best(self, best: Partials, logits: Logits) -> None:
+        """Keep the best column of every row and block instead of finishing elements. best: of [blocks of a row tile, rows]."""
+        tile, blocks = self.tile, int(best.best.shape[0])
+        each = -(-self.count // blocks)
+        with self.env.kernel(blocks * self.row_tiles, tile.warps, early=True) as at:
+            self._begin(at)
+            self.first_row = hold(T.floormod(at.block, self.row_tiles) * tile.rows, "int32", "first_row")
+            place, copied = register("int32", name="place"), register("int32", name="copied")
+            block = hold(T.floordiv(at.block, self.row_tiles), "int32", "block")
+            put(place, block * each)
+            put(copied, place[0])
+            stop = hold(T.min(place[0] + each, T.int32(self.count)), "int32", "stop")
+            self._find_weights(copied[0])
+            self.end = hold(T.Select(place[0] < stop, T.int32(self.stages_of_all), T.int32(0)), "int32", "end")
+            put(self.ahead, T.int32(0))
+
+            def next_tile() -> None:
+                with T.If(T.And(self.ahead[0] >= self.end, copied[0] + 1 < stop)), T.Then():
+                    put(copied, copied[0] + 1)
+                    put(self.ahead, T.int32(0))
+                    self._find_weights(copied[0])
+
+            self._fill(next_tile)
+            self._reset_best()
+            with T.While(place[0] < stop):
+                zeros(self.sums, tile.each * self.each)
+                with T.serial(0, self.stages_of_all) as _:
+                    self._turn(next_tile)
+                self._take(place[0], logits)
+                put(place, place[0] + 1)
+            self._join_best(best, block)
+
+    def _begin(self, at: Any) -> None:
+        tile = self.tile
+        self.at, self.thread = at, hold(at.warp * 32 + at.lane, "int32", "thread")
+        pool = SMEMPool()
+        self.memory = pool.alloc((tile.shared_bytes // 4,), "uint32", align=1024)
+        pool.commit()
+        shape = (tile.stages, tile.weights + tile.rows, 8, 4)
+        self.ring = T.decl_buffer(shape, "uint32", data=self.memory.data, scope="shared.dyn")
+        self.lines = tile.threads // 8
+        """Of a stage that all threads copy at once."""
+        self.chunk, self.line = self.thread % 8, hold(T.floordiv(self.thread, 8), "int32", "line")
+        self.weight_sources = register("uint64", tile.weights // self.lines, "weights")
+        self.row_sources = register("uint64", -(-tile.rows // self.lines), "rows")
+        self.ahead, self.slot = register("int32", name="ahead"), register("int32", name="slot")
+        put(self.slot, T.int32(0))
+        self.each = tile.rows // 2
+        """Sums of a thread and unit."""
+        self.sums = register("float32", tile.each * self.each, "sums")
+        zeros(self.sums, tile.each * self.each)
+        self.descriptors = register("uint64", 2, "descriptors")
+        for index, line in enumerate((T.floordiv(at.warp, 4) * (tile.each * UNIT), tile.weights)):
+            place = T.address_of(self.descriptors[index])
+            matrix = self.ring.ptr_to([0, line, 0, 0])
+            do(T.cuda.wgmma.encode_matrix_descriptor(place, matrix, 1, 64, SWIZZLE_128))
+
+    # -- the ring ----------------------------------------------------------------------------------------------
+
+    def _find_rows(self) -> None:
+        """Addresses of the chunks of x that this thread copies. Rows that there are not are replaced by the last one."""
+        for index in range(-(-self.tile.rows // self.lines)):
+            row = T.min(self.first_row + index * self.lines + self.line, T.int32(self.rows - 1))
+            put(self.row_sources, T.reinterpret("uint64", self.x.ptr_to([wide(row), self.chunk * 4])), index)
+
+    def _find_weights(self, place: Any) -> None:
+        """The same of the weights of a tile. A tile may have the last columns of one projection and the first of the next."""
+        for index in range(self.tile.weights // self.lines):
+            line = hold(index * self.lines + self.line, "int32")
+            within = line if self.matrices == 1 else T.floormod(line, self.width)
+            column = hold(T.min(place * self.width + within, T.int32(self.columns - 1)), "int32")
+            address, first = None, self.columns
+            for projection in reversed(self.projections):
+                first -= projection.columns
+                row = T.max(column - first, T.int32(0))
+                if len(self.projections) > 1:  # a column of a later projection: its address is not used
+                    row = T.min(row, T.int32(projection.columns - 1))
+                places = [T.reinterpret("uint64", weight.ptr_to([wide(row), self.chunk * 4])) for weight in projection.weights]
+                found = places[0] if self.matrices == 1 else T.if_then_else(line < self.width, places[0], places[1])
+                address = found if address is None else T.if_then_else(column < first + projection.columns, found, address)
+            put(self.weight_sources, address, index)
+
+    def _fill(self, next_tile: Any) -> None:
+        """Start the first stages: weights, which nothing before this kernel writes, then x."""
+        first, slots = hold(self.ahead[0], "int32"), self.tile.stages - 1
+        for slot in range(slots):
+            self._copy_weights(first + slot, slot)
+        self.env.wait()
+        self._find_rows()
+        for slot in range(slots):
+            self._copy_rows(first + slot, slot)
+            do(T.ptx.cp.async_.commit_group())
+        put(self.ahead, first + slots)
+        next_tile()
+
+    def _copy_weights(self, stage: Any, slot: Any) -> None:
+        with T.If(stage < self.end), T.Then():
+            for index in range(self.tile.weights // self.lines):
+                self._copy_chunk(self.weight_sources[index], stage, slot, index * self.lines + self.line)
+
+    def _copy_rows(self, stage: Any, slot: Any) -> None:
+        with T.If(stage < self.end), T.Then():
+            for index in range(-(-self.tile.rows // self.lines)):
+                line = hold(index * self.lines + self.line, "int32")
+                if (index + 1) * self.lines <= self.tile.rows:
+                    self._copy_chunk(self.row_sources[index], stage, slot, self.tile.weights + line)
+                else:
+                    with T.If(line < self.tile.rows), T.Then():
+                        self._copy_chunk(self.row_sources[index], stage, slot, self.tile.weights + line)
+
+    def _copy_chunk(self, address: Any, stage: Any, slot: Any, line: Any) -> None:
+        source = T.reinterpret("handle", address + T.Cast("uint64", stage) * T.uint64(DEPTH * 2))
+        chunk = T.bitwise_xor(self.chunk, T.bitwise_and(self.line, 7))  # lines of a thread are multiples of 8 apart
+        do(T.ptx[COPY](self.ring.ptr_to([slot, line, chunk, 0]), source, 16))
+
+    def _turn(self, next_tile: Any) -> None:
+        """One stage: its products, and while they run the copies of the stage that takes the slot of the one before."""
+        stages = self.tile.stages
+        do(T.ptx.cp.async_.wait_group(stages - 2))
+        do(T.ptx.fence.proxy.async_.shared__cta())
+        do(T.cuda.cta_sync())
+        self._ordered()
+        do(T.ptx.wgmma.fence.sync.aligned())
+        before = hold(T.Cast("uint64", self.slot[0]) * T.uint64(self.tile.stage_bytes // 16), "uint64")
+        a, b = (hold(self.descriptors[i] + before, "uint64") for i in range(2))
+        for step in range(DEPTH // 16):
+            for unit in range(self.tile.each):
+                sums = [self.sums[unit * self.each + i] for i in range(self.each)]
+                ahead = T.uint64((unit * UNIT * DEPTH * 2 + step * 32) // 16)
+                do(T.ptx[self.mma](*sums, a + ahead, b + T.uint64(step * 2), T.bool(True), 1, 1, 0, 0))
+        do(T.ptx.wgmma.commit_group.sync.aligned())
+        behind = hold(T.Select(T.EQ(self.slot[0], 0), T.int32(stages - 1), self.slot[0] - 1), "int32")
+        self._copy_weights(self.ahead[0], behind)
+        self._copy_rows(self.ahead[0], behind)
+        do(T.ptx.cp.async_.commit_group())
+        put(self.ahead, self.ahead[0] + 1)
+        next_tile()
+        put(self.slot, T.Select(T.EQ(self.slot[0], stages - 1), T.int32(0), self.slot[0] + 1))
+        do(T.ptx.wgmma.wait_group.sync.aligned(0))
+        self._ordered()
+
+    def _ordered(self) -> None:
+        """Keep what comes before and after on its side: `wgmma` writes registers while the code goes on."""
+        for index in range(self.tile.each * self.each):
+            do(T.ptx["mov.b32"](self.sums[index], self.sums[index]))
+
+    # -- results of elements -----------------------------------------------------------------------------------
+
+    def _share(self) -> None:
+        """All sums to where the ring was: [rows, weights]."""
+        tile, lane = self.tile, self.at.lane
+        shape = (tile.rows, tile.weights + SPARE)
+        self.results = T.decl_buffer(shape, "float32", data=self.memory.data, scope="shared.dyn")
+        do(T.ptx.cp.async_.wait_group(0))
+        do(T.cuda.cta_sync())
+        for unit in range(tile.each):
+            for index in range(self.each):
+                row = index // 4 * 8 + lane % 4 * 2 + index % 2
+                column = self._weight_row(unit) + index % 4 // 2 * 8
+                T.buffer_store(self.results, self.sums[unit * self.each + index], [row, column])
+        self._sync()
+
+    def _weight_row(self, unit: int) -> Any:
+        """The first of a thread's two weight rows of a unit, within the tile; the other is 8 further."""
+        warp, lane = self.at.warp, self.at.lane
+        if self.tile.each == 1:
+            return warp * 16 + T.floordiv(lane, 4)
+        return T.floordiv(warp, 4) * (self.tile.each * UNIT) + unit * UNIT + warp % 4 * 16 + T.floordiv(lane, 4)
+
+    def _sync(self) -> None:
+        if self.tile.parts == 1:
+            do(T.cuda.cta_sync())
+        else:
+            do(T.ptx.barrier.cluster.arrive.release.aligned())
+            do(T.ptx.barrier.cluster.wait.acquire.aligned())
+
+    def _sum(self, place: Any) -> list[Any]:
+        """The sums of all blocks of the cluster at one place of their shared memory, on their way."""
+        if self.tile.parts == 1:
+            value = register("float32")
+            do(T.ptx["ld.shared.f32"](value[0], place))
+            return [value[0]]
+        window, found = hold(T.cuda.cvta_generic_to_shared(place), "uint32"), []
+        for part in range(self.tile.parts):
+            value, address = register("float32"), register("uint32")
+            do(T.ptx.mapa.shared__cluster.u32(address[0], window, T.uint32(part)))
+            do(T.ptx["ld.shared::cluster.f32"](value[0], address[0]))
+            found.append(value[0])
+        return found
+
+    def _finish(self) -> None:
+        """Every block of a cluster finishes some of the tile's elements."""
+        tile, first = self.tile, 0
+        start = hold(self.place * self.width, "int32", "start")
+        threads = tile.threads * tile.parts
+        for projection in self.projections:
+            last = first + projection.columns
+            turns = -(-tile.rows * self.width // (threads * TOGETHER))
+            with T.If(T.And(start < last, start + self.width > first)), T.Then(), T.serial(0, turns) as turn:
+                self._finish_some(projection, start - first, turn, threads)
+            first = last
+        if tile.parts > 1:
+            self._sync()  # the others may still be reading this block's sums
+
+    def _finish_some(self, projection: Projection, start: Any, turn: Any, threads: int) -> None:
+        """start: the tile's first column as one of the projection's, below zero where it begins within the tile."""
+        elements = []
+        for several in range(TOGETHER):
+            index = (turn * TOGETHER + several) * threads + self.part * self.tile.threads + self.thread
+            element = hold(T.min(index, T.int32(self.tile.rows * self.width)), "int32")
+            line, within = hold(T.floordiv(element, self.width), "int32"), hold(T.floormod(element, self.width), "int32")
+            row, column = hold(self.first_row + line, "int32"), hold(start + within, "int32")
+            visible = T.And(T.And(line < self.tile.rows, row < self.rows), T.And(column >= 0, column < projection.columns))
+            visible = hold(T.Cast("int32", visible), "int32")
+            line = T.min(line, T.int32(self.tile.rows - 1))
+            sums = [self._sum(self.results.ptr_to([line, within + i * self.width])) for i in range(self.matrices)]
+            nearest = (T.min(row, T.int32(self.rows - 1)), T.min(T.max(column, T.int32(0)), T.int32(projection.columns - 1)))
+            elements.append((visible, row, column, sums, projection.finish.fetch(*nearest)))
+        for visible, row, column, sums, found in elements:
+            totals = []
+            for parts in sums:
+                total = parts[0]
+                for other in parts[1:]:
+                    total = total + other
+                totals.append(hold(total))
+            with T.If(visible > 0), T.Then():
+                projection.finish.finish(row, column, totals, found)
+
+    # -- the best of a head ------------------------------------------------------------------------------------
+
+    def _reset_best(self) -> None:
+        """Eight lanes have the same rows of x: each keeps one of eight."""
+        self.kept = -(-self.tile.rows // 4 // LANES)
+        self.best = register("float32", self.kept, "best")
+        self.total = register("float32", self.kept, "total")
+        self.index = register("int32", self.kept, "index")
+        for index in range(self.kept):
+            put(self.best, T.float32(LOWEST), index)
+            put(self.total, T.float32(0), index)
+            put(self.index, T.int32(NOTHING), index)
+
+    def _take(self, place: Any, logits: Logits) -> None:
+        """A tile's logits into the running best."""
+        for unit in range(self.tile.each):
+            first = hold(place * self.width + self._weight_row(unit), "int32")
+            self._take_unit(unit * self.each, [first, hold(first + 8, "int32")], logits)
+
+    def _take_unit(self, sums: int, columns: list[Any], logits: Logits) -> None:
+        """Of a thread's two columns, then of eight lanes by halves. sums: the first of the unit's."""
+        (head,), lane = self.projections, self.at.lane
+        biases = [
+            load(logits.bias, [T.min(column, T.int32(head.columns - 1))], constant=True) if logits.bias is not None else None
+            for column in columns
+        ]
+        for index in range(self.kept):
+            items = range(index * LANES, min((index + 1) * LANES, self.tile.rows // 4))
+            states = [self._logit(sums, item, columns, biases, logits) for item in items]
+            while LANES // 2 < len(states) < LANES:
+                states.append((T.float32(LOWEST), T.int32(NOTHING), T.float32(0)))
+            for step in (16, 8, 4):
+                if len(states) == 1:  # fewer rows than lanes: several keep the same
+                    states = [merged(states[0], beside(states[0], step))]
+                    continue
+                upper = hold(T.Cast("int32", T.bitwise_and(lane, T.int32(step)) > 0), "int32")
+                middle, halves = len(states) // 2, []
+                for low, high in zip(states[:middle], states[middle:], strict=True):
+                    sent, mine = chosen(upper, low, high), chosen(upper, high, low)
+                    halves.append(merged(mine, beside(sent, step)))
+                states = halves
+            joined = merged((self.best[index], self.index[index], self.total[index]), states[0])
+            for target, value in zip((self.best, self.index, self.total), joined, strict=True):
+                put(target, value, index)
+
+    def _logit(self, sums: int, item: int, columns: list[Any], biases: list[Any], logits: Logits) -> State:
+        """The better of a thread's two columns for one of its rows of x."""
+        (head,), pair = self.projections, []
+        row = self.first_row + item // 2 * 8 + self.at.lane % 4 * 2 + item % 2
+        for half, column in enumerate(columns):
+            logit = self.sums[sums + item // 2 * 4 + half * 2 + item % 2]
+            logit = logit if biases[half] is None else hold(logit + biases[half])
+            visible = T.And(column < head.columns, logit > T.float32(LOWEST))  # NaN is no choice
+            if logits.allowed is not None:
+                seen = (T.min(row, T.int32(self.rows - 1)), T.shift_right(T.min(column, T.int32(head.columns - 1)), T.int32(5)))
+                word = load_int(logits.allowed, list(seen))
+                bit = T.bitwise_and(T.shift_right(word, T.bitwise_and(column, T.int32(31))), T.int32(1))
+                visible = T.And(visible, bit > 0)
+            kept = hold(T.Select(visible, logit, T.float32(LOWEST)))
+            number = hold(T.Select(kept > T.float32(LOWEST), column, T.int32(NOTHING)), "int32")
+            pair.append((kept, number, hold(T.Select(kept > T.float32(LOWEST), T.float32(1), T.float32(0)))))
+        return merged(*pair)
+
+    def _kept_row(self, index: int) -> Any:
+        """The row within the tile of what a lane keeps; behind the tile for what only filled up."""
+        count = min(self.tile.rows // 4 - index * LANES, LANES)
+        count, item = count if count <= LANES // 2 else LANES, T.int32(index * LANES)
+        for step in (16, 8, 4):
+            if count > 1:
+                count //= 2
+                item = item + T.Select(T.bitwise_and(self.at.lane, T.int32(step)) > 0, T.int32(count), T.int32(0))
+        item = hold(item, "int32")
+        return hold(T.floordiv(item, 2) * 8 + self.at.lane % 4 * 2 + item % 2, "int32")
+
+    def _join_best(self, partials: Partials, block: Any) -> None:
+        """The best of all warps, through shared memory."""
+        tile, warps = self.tile, self.tile.warps
+        size = warps * tile.rows
+        made = [
+            T.decl_buffer((warps, tile.rows), dtype, data=self.memory.data, elem_offset=offset * size, scope="shared.dyn")
+            for offset, dtype in enumerate(("float32", "int32", "float32"))
+        ]
+        do(T.ptx.cp.async_.wait_group(0))
+        do(T.cuda.cta_sync())
+        for index in range(self.kept):
+            row = self._kept_row(index)
+            with T.If(row < tile.rows), T.Then():
+                for buffer, value in zip(made, (self.best, self.index, self.total), strict=True):
+                    T.buffer_store(buffer, value[index], [self.at.warp, row])
+        do(T.cuda.cta_sync())
+        with T.If(T.And(self.thread < tile.rows, self.first_row + self.thread < self.rows)), T.Then():
+            state = tuple(hold(buffer[0, self.thread], dtype) for buffer, dtype in zip(made, KINDS, strict=True))
+            for warp in range(1, warps):
+                other = tuple(hold(buffer[warp, self.thread], dtype) for buffer, dtype in zip(made, KINDS, strict=True))
+                state = merged(state, other)
+            for buffer, value in zip((partials.best, partials.index, partials.total), state, strict=True):
+                store(buffer, [block, self.first_row + self.thread], value)
+
+
+KINDS = ("float32", "int32", "float32")
+State = tuple[Any, Any, Any]
+"""A best so far: (logit, column, sum of exp(logit - best))."""
+
+
+def merged(one: State, other: State) -> State:
+    """Both as one; the lower column wins a tie."""
+    wins = T.Or(other[0] > one[0], T.And(T.EQ(other[0], one[0]), other[1] < one[1]))
+    index = hold(T.Select(wins, other[1], one[1]), "int32")
+    best = hold(T.max(one[0], other[0]))
+    shares = [power_of_two((part[0] - best) * T.float32(LOG2_E)) for part in (one, other)]
+    return best, index, hold(one[2] * shares[0] + other[2] * shares[1])
+
+
+def chosen(condition: Any, yes: State, no: State) -> State:
+    values = zip(yes, no, KINDS, strict=True)
+    return tuple(hold(T.Select(condition > 0, a, b), dtype) for a, b, dtype in values)  # type: ignore[return-value]
+
+
+def beside(state: State, step: int) -> State:
+    """The state of the lane whose number differs by the bit `step`."""
+    full = T.uint32(0xFFFFFFFF)
+    values = zip(state, KINDS, strict=True)
+    return tuple(hold(T.cuda.__shfl_xor_sync(full, value, step, 32), dtype) for value, dtype in values)  # type: ignore[return-value]
