@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ...circuit.types import TensorType
 from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, refuse_packed, within
 from .architectures import architecture_of
@@ -25,6 +26,10 @@ from .shared import (
 )
 from .warpgroups import DEPTH, ROWS, STAGES, Ahead, WarpgroupTile, WarpgroupTiles
 
+MOST_PARTS = 8
+JOIN = 2048
+"""What the second launch takes, in rows of a stage: some 2 us, in which a block reads that many times 128 bytes."""
+
 
 def sizes_of(plan: Plan, group: Group) -> tuple[int, int, int]:
     """(weight rows of all products, columns of x, weights that meet)."""
@@ -42,28 +47,26 @@ def tile_rows(plan: Plan) -> int:
 
 @dataclass(frozen=True)
 class WarpgroupParams:
-    """units: of 64 weight rows in a tile, 1 to 4 or 6; parts: blocks that share the columns of a tile, a cluster. 0: what is
-    reckoned to take least time. stages: of the ring, at most; fewer where shared memory is full."""
+    """units: of 64 weight rows in a tile, 1 to 4 or 6; parts: blocks that share the columns of a tile. 0: what is reckoned to
+    take least time. stages: of the ring, at most; fewer where shared memory is full."""
 
     units: int = within(0, 0, 6)
-    parts: int = within(0, 0, 8)
+    parts: int = within(0, 0, MOST_PARTS)
     stages: int = within(STAGES, 2, STAGES)
 
     def tile(self, plan: Plan, group: Group, *, head: bool = False) -> WarpgroupTile:
         weights, columns, _ = sizes_of(plan, group)
         rows, available = tile_rows(plan), architecture_of(plan)
-        units = [self.units] if self.units else [6, 4, 3, 2, 1]
-        parts = [1] if head else [self.parts] if self.parts else [1, 2, 4, 8]
+        units = [self.units] if self.units else [4, 3, 2, 1]
+        parts = [1] if head else [self.parts] if self.parts else range(1, MOST_PARTS + 1)
         choices = [self._fit(unit, rows, part, available.shared_bytes) for unit in units for part in parts]
 
         def time(tile: WarpgroupTile) -> float:
-            """In rows of a stage. Reading x costs half of what weights do: it is in L2. A cluster's sums cross the chip."""
-            tiles = -(-weights // tile.weights) * -(-plan.rows // tile.rows)
-            stages = -(-columns // DEPTH // tile.parts)
-            if head:
-                return -(-tiles // available.processors) * (tile.weights + tile.rows / 2)
-            turns = -(-tiles * tile.parts // (available.processors // tile.parts * tile.parts))
-            return turns * (stages * (tile.weights + tile.rows / 2) + (tile.parts > 1) * tile.weights * tile.rows / 64)
+            """In rows of a stage. Reading x costs half of what weights do: it is in L2. Parts are written and read, by one launch
+            more."""
+            turns = -(-(-(-weights // tile.weights) * -(-plan.rows // tile.rows) * tile.parts) // available.processors)
+            stages = turns * -(-columns // DEPTH // tile.parts) * (tile.weights + tile.rows / 2)
+            return stages + (tile.parts > 1) * (JOIN + 4 * weights * plan.rows * tile.parts / available.processors / DEPTH / 2)
 
         return min(choices, key=time)
 
@@ -97,8 +100,8 @@ def emit_tiles(env: Any, group: Group, tile: WarpgroupTile, projections: list[Pr
 
 @kernel
 class LinearWarpgroups(Kernel):
-    """Projections of some rows in bf16 or f16 by `wgmma`, a block or a cluster a tile of weights; the prologue by rows before
-    it."""
+    """Projections of some rows in bf16 or f16 by `wgmma`, a block a tile of weights and a part of the columns; the prologue by
+    rows before it, the sum of the parts after it."""
 
     name = "cuda.linear_warpgroups"
     patterns = ("project", "gated")
@@ -110,12 +113,16 @@ class LinearWarpgroups(Kernel):
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
-        return prologue_scratch(plan, group)
+        tile, (weights, _, _) = params.tile(plan, group), sizes_of(plan, group)
+        sums = Scratch.own("sums", TensorType("f32", (tile.parts, plan.rows, weights)))
+        return (*prologue_scratch(plan, group), *((sums,) if tile.parts > 1 else ()))
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
+        tile = params.tile(env.plan, group)
         projections = [projection_of(env, anchors, Ahead(env, group, anchors, nodes)) for anchors, nodes in meeting(group)]
-        emit_tiles(env, group, params.tile(env.plan, group), projections).emit()
+        sums = env.scratch("sums") if tile.parts > 1 else None
+        emit_tiles(env, group, tile, projections).emit(sums)
 
 
 @kernel

@@ -4,9 +4,9 @@ A block multiplies `units` * 64 weight rows by a tile of up to 128 rows of x: 64
 has one or two such units, and x is the other operand, so that few rows waste nothing. Both come through one ring in
 shared memory, 64 columns a stage. Every block reads x from L2, so the more weight rows a block has, the less of that.
 
-`parts` blocks share the columns of one tile, so that narrow layers fill the GPU, too: they are a cluster and add each
-other's sums from shared memory, where the epilogue takes them. A head has many more tiles than there are blocks: each block
-takes several, one after the other, and its ring runs on while the best of a tile are found.
+`parts` blocks share the columns of one tile, so that narrow layers fill the GPU, too; they leave their sums in memory, and a
+second launch adds them. A head has many more tiles than there are blocks: each block takes several, one after the other,
+and its ring runs on while the best of a tile are found.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ SPARE = 4
 """Floats between the sums of one row and of the next, against bank conflicts."""
 LANES = 8
 """Of a warp that have other columns of the same rows: those that differ in their upper three bits."""
+JOIN_WARPS = 8
+"""Of a block that adds parts."""
 TOGETHER = 4
 """Elements that a thread finishes at once: what they read from memory is on its way together."""
 
@@ -110,24 +112,29 @@ class WarpgroupTiles:
 
     # -- launches ----------------------------------------------------------------------------------------------
 
-    def emit(self) -> None:
-        """A block a tile and part; the parts of a tile side by side, and then the row tiles of the same weights."""
+    def emit(self, sums: Any = None) -> None:
+        """A block a tile and part; the row tiles of the same weights side by side. sums: fp32 [parts, rows, weight rows], where
+        there are several parts."""
         tile, parts = self.tile, self.tile.parts
-        blocks = self.count * self.row_tiles * parts
-        with self.env.kernel(blocks, tile.warps, early=True, cluster=parts) as at:
+        with self.env.kernel(self.count * self.row_tiles * parts, tile.warps, early=True) as at:
             self._begin(at)
-            self.part = hold(T.floormod(at.block, parts), "int32", "part")
-            self.first_row = hold(T.floormod(T.floordiv(at.block, parts), self.row_tiles) * tile.rows, "int32", "first_row")
+            self.first_row = hold(T.floormod(at.block, self.row_tiles) * tile.rows, "int32", "first_row")
+            part = hold(T.floormod(T.floordiv(at.block, self.row_tiles), parts), "int32", "part")
             self.place = hold(T.floordiv(at.block, parts * self.row_tiles), "int32", "place")
             self._find_weights(self.place)
-            first = hold(T.floordiv(self.part * self.stages_of_all, parts), "int32", "first")
-            self.end = hold(T.floordiv((self.part + 1) * self.stages_of_all, parts), "int32", "end")
+            first = hold(T.floordiv(part * self.stages_of_all, parts), "int32", "first")
+            self.end = hold(T.floordiv((part + 1) * self.stages_of_all, parts), "int32", "end")
             put(self.ahead, first)
             self._fill(lambda: None)
             with T.serial(0, self.end - first) as _:
                 self._turn(lambda: None)
-            self._share()
-            self._finish()
+            if parts > 1:
+                self._leave(sums, part)
+            else:
+                self._share()
+                self._finish()
+        if parts > 1:
+            self._add_parts(sums)
 
     def emit_best(self, best: Partials, logits: Logits) -> None:
         """Keep the best column of every row and block instead of finishing elements. best: of [blocks of a row tile, rows]."""
@@ -289,7 +296,7 @@ class WarpgroupTiles:
                 row = index // 4 * 8 + lane % 4 * 2 + index % 2
                 column = self._weight_row(unit) + index % 4 // 2 * 8
                 T.buffer_store(self.results, self.sums[unit * self.each + index], [row, column])
-        self._sync()
+        do(T.cuda.cta_sync())
 
     def _weight_row(self, unit: int) -> Any:
         """The first of a thread's two weight rows of a unit, within the tile; the other is 8 further."""
@@ -298,64 +305,96 @@ class WarpgroupTiles:
             return warp * 16 + T.floordiv(lane, 4)
         return T.floordiv(warp, 4) * (self.tile.each * UNIT) + unit * UNIT + warp % 4 * 16 + T.floordiv(lane, 4)
 
-    def _sync(self) -> None:
-        if self.tile.parts == 1:
-            do(T.cuda.cta_sync())
-        else:
-            do(T.ptx.barrier.cluster.arrive.release.aligned())
-            do(T.ptx.barrier.cluster.wait.acquire.aligned())
-
-    def _sum(self, place: Any) -> list[Any]:
-        """The sums of all blocks of the cluster at one place of their shared memory, on their way."""
-        if self.tile.parts == 1:
-            value = register("float32")
-            do(T.ptx["ld.shared.f32"](value[0], place))
-            return [value[0]]
-        window, found = hold(T.cuda.cvta_generic_to_shared(place), "uint32"), []
-        for part in range(self.tile.parts):
-            value, address = register("float32"), register("uint32")
-            do(T.ptx.mapa.shared__cluster.u32(address[0], window, T.uint32(part)))
-            do(T.ptx["ld.shared::cluster.f32"](value[0], address[0]))
-            found.append(value[0])
-        return found
-
     def _finish(self) -> None:
-        """Every block of a cluster finishes some of the tile's elements."""
+        """All elements of a tile, whose sums are in shared memory."""
         tile, first = self.tile, 0
         start = hold(self.place * self.width, "int32", "start")
-        threads = tile.threads * tile.parts
         for projection in self.projections:
             last = first + projection.columns
-            turns = -(-tile.rows * self.width // (threads * TOGETHER))
+            turns = -(-tile.rows * self.width // (tile.threads * TOGETHER))
             with T.If(T.And(start < last, start + self.width > first)), T.Then(), T.serial(0, turns) as turn:
-                self._finish_some(projection, start - first, turn, threads)
+                self._finish_some(projection, start - first, turn)
             first = last
-        if tile.parts > 1:
-            self._sync()  # the others may still be reading this block's sums
 
-    def _finish_some(self, projection: Projection, start: Any, turn: Any, threads: int) -> None:
+    def _finish_some(self, projection: Projection, start: Any, turn: Any) -> None:
         """start: the tile's first column as one of the projection's, below zero where it begins within the tile."""
         elements = []
         for several in range(TOGETHER):
-            index = (turn * TOGETHER + several) * threads + self.part * self.tile.threads + self.thread
-            element = hold(T.min(index, T.int32(self.tile.rows * self.width)), "int32")
+            element = hold((turn * TOGETHER + several) * self.tile.threads + self.thread, "int32")
             line, within = hold(T.floordiv(element, self.width), "int32"), hold(T.floormod(element, self.width), "int32")
             row, column = hold(self.first_row + line, "int32"), hold(start + within, "int32")
             visible = T.And(T.And(line < self.tile.rows, row < self.rows), T.And(column >= 0, column < projection.columns))
-            visible = hold(T.Cast("int32", visible), "int32")
             line = T.min(line, T.int32(self.tile.rows - 1))
-            sums = [self._sum(self.results.ptr_to([line, within + i * self.width])) for i in range(self.matrices)]
-            nearest = (T.min(row, T.int32(self.rows - 1)), T.min(T.max(column, T.int32(0)), T.int32(projection.columns - 1)))
-            elements.append((visible, row, column, sums, projection.finish.fetch(*nearest)))
-        for visible, row, column, sums, found in elements:
-            totals = []
-            for parts in sums:
-                total = parts[0]
-                for other in parts[1:]:
-                    total = total + other
-                totals.append(hold(total))
+            sums = [hold(self.results[line, within + matrix * self.width]) for matrix in range(self.matrices)]
+            elements.append((hold(T.Cast("int32", visible), "int32"), row, column, sums))
+        self._finish_all(projection, elements)
+
+    def _finish_all(self, projection: Projection, elements: list[tuple[Any, Any, Any, list[Any]]]) -> None:
+        """(visible, row, column, sums) each."""
+        found = []
+        for _, row, column, _ in elements:
+            nearest = T.min(T.max(column, T.int32(0)), T.int32(projection.columns - 1))
+            found.append(projection.finish.fetch(T.min(row, T.int32(self.rows - 1)), nearest))
+        for (visible, row, column, sums), ahead in zip(elements, found, strict=True):
             with T.If(visible > 0), T.Then():
-                projection.finish.finish(row, column, totals, found)
+                projection.finish.finish(row, column, sums, ahead)
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _leave(self, sums: Any, part: Any) -> None:
+        """This part's sums, from registers: eight lanes have eight columns side by side, a sector."""
+        lane, tile = self.at.lane, self.tile
+        for unit in range(tile.each):
+            for half in range(2):
+                line = hold(self._weight_row(unit) + half * 8, "int32")
+                within = line if self.matrices == 1 else T.floormod(line, self.width)
+                column = hold(self.place * self.width + within, "int32")
+                place = column if self.matrices == 1 else column + T.floordiv(line, self.width) * self.columns
+                place = hold(place, "int32")
+                with T.If(column < self.columns), T.Then():
+                    for item in range(tile.rows // 4):
+                        row = self.first_row + item // 2 * 8 + lane % 4 * 2 + item % 2
+                        value = self.sums[unit * self.each + item // 2 * 4 + half * 2 + item % 2]
+                        if self.rows % tile.rows:
+                            with T.If(row < self.rows), T.Then():
+                                store(sums, [part, row, place], value)
+                        else:
+                            store(sums, [part, row, place], value)
+
+    def _add_parts(self, sums: Any) -> None:
+        """The second launch: a block some columns of a row."""
+        each = JOIN_WARPS * 32 * TOGETHER
+        counts = [-(-projection.columns // each) for projection in self.projections]
+        with self.env.kernel(self.rows * sum(counts), JOIN_WARPS) as at:
+            thread = hold(at.warp * 32 + at.lane, "int32", "thread")
+            row = hold(T.floordiv(at.block, sum(counts)), "int32", "row")
+            place = hold(T.floormod(at.block, sum(counts)), "int32", "place")
+            first = start = 0
+            for projection, count in zip(self.projections, counts, strict=True):
+                with T.If(T.And(place >= first, place < first + count)), T.Then():
+                    columns = [hold((place - first) * each + i * (JOIN_WARPS * 32) + thread, "int32") for i in range(TOGETHER)]
+                    found = [
+                        [
+                            self._parts_of(sums, row, start + T.min(column, T.int32(projection.columns - 1)), matrix)
+                            for matrix in range(self.matrices)
+                        ]
+                        for column in columns
+                    ]
+                    elements = [
+                        (
+                            hold(T.Cast("int32", column < projection.columns), "int32"),
+                            row,
+                            column,
+                            [hold(sum(p[1:], p[0])) for p in parts],
+                        )
+                        for column, parts in zip(columns, found, strict=True)
+                    ]
+                    self._finish_all(projection, elements)
+                first, start = first + count, start + projection.columns
+
+    def _parts_of(self, sums: Any, row: Any, column: Any, matrix: int) -> list[Any]:
+        """Those of one sum, on their way."""
+        return [load(sums, [part, row, column + matrix * self.columns]) for part in range(self.tile.parts)]
 
     # -- the best of a head ------------------------------------------------------------------------------------
 
