@@ -47,17 +47,17 @@ def tile_rows(plan: Plan) -> int:
 
 @dataclass(frozen=True)
 class WarpgroupParams:
-    """units: of 64 weight rows in a tile, 1 to 4 or 6; parts: blocks that share the columns of a tile. 0: what is reckoned to
+    """units: of 64 weight rows in a tile, 1 to 3; parts: blocks that share the columns of a tile. 0: what is reckoned to
     take least time. stages: of the ring, at most; fewer where shared memory is full."""
 
-    units: int = within(0, 0, 6)
+    units: int = within(0, 0, 3)
     parts: int = within(0, 0, MOST_PARTS)
     stages: int = within(STAGES, 2, STAGES)
 
     def tile(self, plan: Plan, group: Group, *, head: bool = False) -> WarpgroupTile:
         weights, columns, _ = sizes_of(plan, group)
         rows, available = tile_rows(plan), architecture_of(plan)
-        units = [self.units] if self.units else [4, 3, 2, 1]
+        units = [self.units] if self.units else [3, 2, 1]
         parts = [1] if head else [self.parts] if self.parts else range(1, MOST_PARTS + 1)
         choices = [self._fit(unit, rows, part, available.shared_bytes) for unit in units for part in parts]
 
@@ -71,8 +71,7 @@ class WarpgroupParams:
         return min(choices, key=time)
 
     def _fit(self, units: int, rows: int, parts: int, available: int) -> WarpgroupTile:
-        each = 2 if units > 4 else 1  # 512 threads have 128 registers each, more have too few
-        tiles = [WarpgroupTile(units, each, rows, parts, stages) for stages in range(self.stages, 1, -1)]
+        tiles = [WarpgroupTile(units, rows, parts, stages) for stages in range(self.stages, 1, -1)]
         return next((tile for tile in tiles if tile.shared_bytes <= available), tiles[-1])
 
 
@@ -80,8 +79,6 @@ def refuse_warpgroups(plan: Plan, group: Group, params: WarpgroupParams) -> str 
     arch = architecture_of(plan)
     if not arch.warpgroups:
         return f"{arch.name} has no wgmma"
-    if params.units == 5:
-        return "5 units do not split into warpgroups of two"
     if reason := refuse_packed(plan, group) or refuse_dtypes(plan, group) or refuse_meeting(group):
         return reason
     _, columns, _ = sizes_of(plan, group)

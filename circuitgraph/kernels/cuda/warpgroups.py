@@ -1,8 +1,8 @@
 """Matrix products of some rows on Hopper's tensor cores: every weight is read once, whatever the number of rows.
 
-A block multiplies `units` * 64 weight rows by a tile of up to 128 rows of x: 64 weight rows are those of one `wgmma`, a warpgroup
-has one or two such units, and x is the other operand, so that few rows waste nothing. Both come through one ring in
-shared memory, 64 columns a stage. Every block reads x from L2, so the more weight rows a block has, the less of that.
+A block multiplies `units` * 64 weight rows by a tile of up to 128 rows of x. A warpgroup has 64 weight rows, of one `wgmma`,
+and x is the other operand, so that few rows waste nothing. Both come through one ring in shared memory, 64 columns a
+stage, by warps that only copy. Every block reads x from L2, so the more weight rows a block has, the less of that.
 
 `parts` blocks share the columns of one tile, so that narrow layers fill the GPU, too; they leave their sums in memory, and a
 second launch adds them. A head has many more tiles than there are blocks: each block takes several, one after the other,
@@ -11,7 +11,8 @@ and its ring runs on while the best of a tile are found.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +30,12 @@ UNIT = 64
 """Weight rows of one `wgmma`."""
 ROWS = 128
 """Rows of x in a tile, at most: 64 sums a thread and unit."""
-STAGES = 8
+STAGES = 12
 """Of the ring, at most."""
+COPIERS = 4
+"""Warps that copy: two weights, two x."""
+LINES = 8
+"""Of a stage that two warps copy at once."""
 SPARE = 4
 """Floats between the sums of one row and of the next, against bank conflicts."""
 LANES = 8
@@ -43,11 +48,10 @@ TOGETHER = 4
 
 @dataclass(frozen=True)
 class WarpgroupTile:
-    """What a block has. units: of 64 weight rows; each: of them that a warpgroup has; rows: of x, a multiple of 8; parts: blocks
-    that share the columns of a tile; stages: of the ring."""
+    """What a block has. units: warpgroups that multiply, 64 weight rows each; rows: of x, a multiple of 8; parts: blocks that
+    share the columns of a tile; stages: of the ring."""
 
     units: int
-    each: int
     rows: int
     parts: int
     stages: int
@@ -58,21 +62,26 @@ class WarpgroupTile:
 
     @property
     def warps(self) -> int:
-        return self.units // self.each * 4
+        return self.units * 4 + COPIERS
 
     @property
     def threads(self) -> int:
-        return self.warps * 32
+        """That multiply."""
+        return self.units * 128
 
     @property
     def stage_bytes(self) -> int:
         return (self.weights + self.rows) * DEPTH * 2
 
     @property
-    def shared_bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """The ring, or what lies there at the end: sums, or the best of every warp."""
         ring, sums = self.stages * self.stage_bytes, self.rows * (self.weights + SPARE) * 4
-        return max(ring, sums, self.rows * self.warps * 3 * 4)
+        return max(ring, sums if self.parts == 1 else 0, self.rows * self.units * 4 * 3 * 4)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.memory_bytes + self.stages * 16
 
 
 class Ahead(Epilogue):
@@ -117,22 +126,20 @@ class WarpgroupTiles:
         there are several parts."""
         tile, parts = self.tile, self.tile.parts
         with self.env.kernel(self.count * self.row_tiles * parts, tile.warps, early=True) as at:
-            self._begin(at)
+            self.at = at
             self.first_row = hold(T.floormod(at.block, self.row_tiles) * tile.rows, "int32", "first_row")
             part = hold(T.floormod(T.floordiv(at.block, self.row_tiles), parts), "int32", "part")
-            self.place = hold(T.floordiv(at.block, parts * self.row_tiles), "int32", "place")
-            self._find_weights(self.place)
-            first = hold(T.floordiv(part * self.stages_of_all, parts), "int32", "first")
+            place = hold(T.floordiv(at.block, parts * self.row_tiles), "int32", "place")
+            self.first = hold(T.floordiv(part * self.stages_of_all, parts), "int32", "first")
             self.end = hold(T.floordiv((part + 1) * self.stages_of_all, parts), "int32", "end")
-            put(self.ahead, first)
-            self._fill(lambda: None)
-            with T.serial(0, self.end - first) as _:
-                self._turn(lambda: None)
-            if parts > 1:
-                self._leave(sums, part)
-            else:
-                self._share()
-                self._finish()
+            with self._multiplying(place, place + 1):
+                with T.serial(0, self.end - self.first) as _:
+                    self._multiply()
+                if parts > 1:
+                    self._leave(sums, part, place)
+                else:
+                    self._share()
+                    self._finish(place)
         if parts > 1:
             self._add_parts(sums)
 
@@ -141,72 +148,84 @@ class WarpgroupTiles:
         tile, blocks = self.tile, int(best.best.shape[0])
         each = -(-self.count // blocks)
         with self.env.kernel(blocks * self.row_tiles, tile.warps, early=True) as at:
-            self._begin(at)
+            self.at = at
             self.first_row = hold(T.floormod(at.block, self.row_tiles) * tile.rows, "int32", "first_row")
-            place, copied = register("int32", name="place"), register("int32", name="copied")
             block = hold(T.floordiv(at.block, self.row_tiles), "int32", "block")
-            put(place, block * each)
-            put(copied, place[0])
-            stop = hold(T.min(place[0] + each, T.int32(self.count)), "int32", "stop")
-            self._find_weights(copied[0])
-            self.end = hold(T.Select(place[0] < stop, T.int32(self.stages_of_all), T.int32(0)), "int32", "end")
-            put(self.ahead, T.int32(0))
+            stop = hold(T.min((block + 1) * each, T.int32(self.count)), "int32", "stop")
+            self.first, self.end = T.int32(0), T.int32(self.stages_of_all)
+            with self._multiplying(block * each, stop):
+                self._reset_best()
+                place = register("int32", name="place")
+                put(place, block * each)
+                with T.While(place[0] < stop):
+                    zeros(self.sums, self.each)
+                    with T.serial(0, self.stages_of_all) as _:
+                        self._multiply()
+                    self._take(place[0], logits)
+                    put(place, place[0] + 1)
+                self._join_best(best, block)
 
-            def next_tile() -> None:
-                with T.If(T.And(self.ahead[0] >= self.end, copied[0] + 1 < stop)), T.Then():
-                    put(copied, copied[0] + 1)
-                    put(self.ahead, T.int32(0))
-                    self._find_weights(copied[0])
+    @contextmanager
+    def _multiplying(self, place: Any, stop: Any) -> Iterator[None]:
+        """The body is of the warps that multiply; the others meanwhile copy all stages of the tiles place..stop-1.
 
-            self._fill(next_tile)
-            self._reset_best()
-            with T.While(place[0] < stop):
-                zeros(self.sums, tile.each * self.each)
-                with T.serial(0, self.stages_of_all) as _:
-                    self._turn(next_tile)
-                self._take(place[0], logits)
-                put(place, place[0] + 1)
-            self._join_best(best, block)
+        Weights are asked for before the kernel waits for those before it, which do not write them, and by warps of their own,
+        so that no stage of x waits for the weights of a later one.
+        """
+        at, tile = self.at, self.tile
+        self.thread = hold(at.warp * 32 + at.lane, "int32", "thread")
+        self._share_memory()
+        self.place, self.stage = register("int32", name="place"), register("int32", name="stage")
+        self.slot, self.phase = register("int32", name="slot"), register("int32", name="phase")
+        put(self.place, place)
+        put(self.stage, self.first)
+        put(self.slot, T.int32(0))
+        put(self.phase, T.int32(0))
+        self.stop = stop
+        self.copier = hold(at.warp - tile.units * 4, "int32", "copier")
+        self.line, self.chunk = hold(self.copier % 2 * 4 + T.floordiv(at.lane, 8), "int32", "line"), at.lane % 8
+        self.sources = register("uint64", tile.weights // LINES, "sources")
+        with T.If(T.And(self.copier >= 0, self.copier < 2)), T.Then():
+            self._find_weights()
+            with T.serial(0, tile.stages), T.If(self.place[0] < stop), T.Then():
+                self._copy_weights()
+        self.env.wait()
+        with T.If(self.copier >= 0):
+            with T.Then(), T.If(self.copier < 2):
+                with T.Then(), T.While(self.place[0] < stop):
+                    self._await_empty()
+                    self._copy_weights()
+                with T.Else(), T.While(self.place[0] < stop):
+                    self._await_empty()
+                    self._copy_rows()
+            with T.Else():
+                self._begin()
+                yield
 
-    def _begin(self, at: Any) -> None:
-        tile = self.tile
-        self.at, self.thread = at, hold(at.warp * 32 + at.lane, "int32", "thread")
-        pool = SMEMPool()
-        self.memory = pool.alloc((tile.shared_bytes // 4,), "uint32", align=1024)
+    def _share_memory(self) -> None:
+        tile, pool = self.tile, SMEMPool()
+        self.memory = pool.alloc((tile.memory_bytes // 4,), "uint32", align=1024)
+        self.full = pool.alloc((tile.stages,), "uint64", align=8)
+        self.empty = pool.alloc((tile.stages,), "uint64", align=8)
         pool.commit()
         shape = (tile.stages, tile.weights + tile.rows, 8, 4)
         self.ring = T.decl_buffer(shape, "uint32", data=self.memory.data, scope="shared.dyn")
-        self.lines = tile.threads // 8
-        """Of a stage that all threads copy at once."""
-        self.chunk, self.line = self.thread % 8, hold(T.floordiv(self.thread, 8), "int32", "line")
-        self.weight_sources = register("uint64", tile.weights // self.lines, "weights")
-        self.row_sources = register("uint64", -(-tile.rows // self.lines), "rows")
-        self.ahead, self.slot = register("int32", name="ahead"), register("int32", name="slot")
-        put(self.slot, T.int32(0))
-        self.each = tile.rows // 2
-        """Sums of a thread and unit."""
-        self.sums = register("float32", tile.each * self.each, "sums")
-        zeros(self.sums, tile.each * self.each)
-        self.descriptors = register("uint64", 2, "descriptors")
-        for index, line in enumerate((T.floordiv(at.warp, 4) * (tile.each * UNIT), tile.weights)):
-            place = T.address_of(self.descriptors[index])
-            matrix = self.ring.ptr_to([0, line, 0, 0])
-            do(T.cuda.wgmma.encode_matrix_descriptor(place, matrix, 1, 64, SWIZZLE_128))
+        with T.If(T.And(T.EQ(self.at.warp, 0), T.EQ(self.at.lane, 0))), T.Then():
+            for stage in range(tile.stages):
+                do(T.ptx.mbarrier.init.shared.b64(self.full.ptr_to([stage]), T.uint32(COPIERS * 32)))
+                do(T.ptx.mbarrier.init.shared.b64(self.empty.ptr_to([stage]), T.uint32(tile.units * 4)))
+            do(T.ptx.fence.mbarrier_init.release.cluster())
+        do(T.cuda.cta_sync())
 
-    # -- the ring ----------------------------------------------------------------------------------------------
+    # -- the warps that copy -----------------------------------------------------------------------------------
 
-    def _find_rows(self) -> None:
-        """Addresses of the chunks of x that this thread copies. Rows that there are not are replaced by the last one."""
-        for index in range(-(-self.tile.rows // self.lines)):
-            row = T.min(self.first_row + index * self.lines + self.line, T.int32(self.rows - 1))
-            put(self.row_sources, T.reinterpret("uint64", self.x.ptr_to([wide(row), self.chunk * 4])), index)
-
-    def _find_weights(self, place: Any) -> None:
-        """The same of the weights of a tile. A tile may have the last columns of one projection and the first of the next."""
-        for index in range(self.tile.weights // self.lines):
-            line = hold(index * self.lines + self.line, "int32")
+    def _find_weights(self) -> None:
+        """Addresses of the chunks of a tile that this thread copies in every stage. A tile may have the last columns of one
+        projection and the first of the next."""
+        for index in range(self.tile.weights // LINES):
+            line = hold(index * LINES + self.line, "int32")
             within = line if self.matrices == 1 else T.floormod(line, self.width)
-            column = hold(T.min(place * self.width + within, T.int32(self.columns - 1)), "int32")
+            column = hold(T.min(self.place[0] * self.width + within, T.int32(self.columns - 1)), "int32")
             address, first = None, self.columns
             for projection in reversed(self.projections):
                 first -= projection.columns
@@ -216,71 +235,90 @@ class WarpgroupTiles:
                 places = [T.reinterpret("uint64", weight.ptr_to([wide(row), self.chunk * 4])) for weight in projection.weights]
                 found = places[0] if self.matrices == 1 else T.if_then_else(line < self.width, places[0], places[1])
                 address = found if address is None else T.if_then_else(column < first + projection.columns, found, address)
-            put(self.weight_sources, address, index)
+            put(self.sources, address, index)
 
-    def _fill(self, next_tile: Any) -> None:
-        """Start the first stages: weights, which nothing before this kernel writes, then x."""
-        first, slots = hold(self.ahead[0], "int32"), self.tile.stages - 1
-        for slot in range(slots):
-            self._copy_weights(first + slot, slot)
-        self.env.wait()
-        self._find_rows()
-        for slot in range(slots):
-            self._copy_rows(first + slot, slot)
-            do(T.ptx.cp.async_.commit_group())
-        put(self.ahead, first + slots)
-        next_tile()
+    def _copy_weights(self) -> None:
+        for index in range(self.tile.weights // LINES):
+            ahead = T.Cast("uint64", self.stage[0]) * T.uint64(DEPTH * 2)
+            self._copy(T.reinterpret("handle", self.sources[index] + ahead), index * LINES + self.line)
+        do(T.ptx["cp.async.mbarrier.arrive.noinc.shared.b64"](self.full.ptr_to([self.slot[0]])))
+        self._advance()
+        put(self.stage, self.stage[0] + 1)
+        with T.If(self.stage[0] >= self.end), T.Then():
+            put(self.stage, self.first)
+            put(self.place, self.place[0] + 1)
+            with T.If(self.place[0] < self.stop), T.Then():
+                self._find_weights()
 
-    def _copy_weights(self, stage: Any, slot: Any) -> None:
-        with T.If(stage < self.end), T.Then():
-            for index in range(self.tile.weights // self.lines):
-                self._copy_chunk(self.weight_sources[index], stage, slot, index * self.lines + self.line)
+    def _copy_rows(self) -> None:
+        """Rows that there are not are replaced by the last one."""
+        for index in range(self.tile.rows // LINES):
+            line = hold(index * LINES + self.line, "int32")
+            row = T.min(self.first_row + line, T.int32(self.rows - 1))
+            source = self.x.ptr_to([wide(row), wide(self.stage[0] * (DEPTH // 2) + self.chunk * 4)])
+            self._copy(source, self.tile.weights + line)
+        do(T.ptx["cp.async.mbarrier.arrive.noinc.shared.b64"](self.full.ptr_to([self.slot[0]])))
+        self._advance()
+        put(self.stage, self.stage[0] + 1)
+        with T.If(self.stage[0] >= self.end), T.Then():
+            put(self.stage, self.first)
+            put(self.place, self.place[0] + 1)
 
-    def _copy_rows(self, stage: Any, slot: Any) -> None:
-        with T.If(stage < self.end), T.Then():
-            for index in range(-(-self.tile.rows // self.lines)):
-                line = hold(index * self.lines + self.line, "int32")
-                if (index + 1) * self.lines <= self.tile.rows:
-                    self._copy_chunk(self.row_sources[index], stage, slot, self.tile.weights + line)
-                else:
-                    with T.If(line < self.tile.rows), T.Then():
-                        self._copy_chunk(self.row_sources[index], stage, slot, self.tile.weights + line)
+    def _copy(self, source: Any, line: Any) -> None:
+        chunk = T.bitwise_xor(self.chunk, T.bitwise_and(self.line, 7))  # the lines of a thread are eight apart
+        do(T.ptx[COPY](self.ring.ptr_to([self.slot[0], line, chunk, 0]), source, 16))
 
-    def _copy_chunk(self, address: Any, stage: Any, slot: Any, line: Any) -> None:
-        source = T.reinterpret("handle", address + T.Cast("uint64", stage) * T.uint64(DEPTH * 2))
-        chunk = T.bitwise_xor(self.chunk, T.bitwise_and(self.line, 7))  # lines of a thread are multiples of 8 apart
-        do(T.ptx[COPY](self.ring.ptr_to([slot, line, chunk, 0]), source, 16))
+    def _await_empty(self) -> None:
+        do(T.cuda.mbarrier_wait(self.empty.ptr_to([self.slot[0]]), 1 - self.phase[0]))
 
-    def _turn(self, next_tile: Any) -> None:
-        """One stage: its products, and while they run the copies of the stage that takes the slot of the one before."""
-        stages = self.tile.stages
-        do(T.ptx.cp.async_.wait_group(stages - 2))
+    def _advance(self) -> None:
+        last = T.EQ(self.slot[0], self.tile.stages - 1)
+        put(self.phase, T.Select(last, 1 - self.phase[0], self.phase[0]))
+        put(self.slot, T.Select(last, T.int32(0), self.slot[0] + 1))
+
+    # -- the warps that multiply -------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self.each = self.tile.rows // 2
+        """Sums of a thread."""
+        self.sums = register("float32", self.each, "sums")
+        zeros(self.sums, self.each)
+        self.descriptors = register("uint64", 2, "descriptors")
+        for index, line in enumerate((T.floordiv(self.at.warp, 4) * UNIT, self.tile.weights)):
+            place = T.address_of(self.descriptors[index])
+            do(T.cuda.wgmma.encode_matrix_descriptor(place, self.ring.ptr_to([0, line, 0, 0]), 1, 64, SWIZZLE_128))
+
+    def _multiply(self) -> None:
+        """One stage."""
+        do(T.cuda.mbarrier_wait(self.full.ptr_to([self.slot[0]]), self.phase[0]))
         do(T.ptx.fence.proxy.async_.shared__cta())
-        do(T.cuda.cta_sync())
         self._ordered()
         do(T.ptx.wgmma.fence.sync.aligned())
+        sums = [self.sums[i] for i in range(self.each)]
         before = hold(T.Cast("uint64", self.slot[0]) * T.uint64(self.tile.stage_bytes // 16), "uint64")
         a, b = (hold(self.descriptors[i] + before, "uint64") for i in range(2))
         for step in range(DEPTH // 16):
-            for unit in range(self.tile.each):
-                sums = [self.sums[unit * self.each + i] for i in range(self.each)]
-                ahead = T.uint64((unit * UNIT * DEPTH * 2 + step * 32) // 16)
-                do(T.ptx[self.mma](*sums, a + ahead, b + T.uint64(step * 2), T.bool(True), 1, 1, 0, 0))
+            ahead = T.uint64(step * 32 // 16)
+            do(T.ptx[self.mma](*sums, a + ahead, b + ahead, T.bool(True), 1, 1, 0, 0))
         do(T.ptx.wgmma.commit_group.sync.aligned())
-        behind = hold(T.Select(T.EQ(self.slot[0], 0), T.int32(stages - 1), self.slot[0] - 1), "int32")
-        self._copy_weights(self.ahead[0], behind)
-        self._copy_rows(self.ahead[0], behind)
-        do(T.ptx.cp.async_.commit_group())
-        put(self.ahead, self.ahead[0] + 1)
-        next_tile()
-        put(self.slot, T.Select(T.EQ(self.slot[0], stages - 1), T.int32(0), self.slot[0] + 1))
         do(T.ptx.wgmma.wait_group.sync.aligned(0))
         self._ordered()
+        with T.If(self.at.lane < 1), T.Then():
+            do(T.ptx.mbarrier.arrive.shared.b64(self.empty.ptr_to([self.slot[0]]), T.uint32(1)))
+        self._advance()
 
     def _ordered(self) -> None:
         """Keep what comes before and after on its side: `wgmma` writes registers while the code goes on."""
-        for index in range(self.tile.each * self.each):
+        for index in range(self.each):
             do(T.ptx["mov.b32"](self.sums[index], self.sums[index]))
+
+    def _sync(self) -> None:
+        """Of the warps that multiply: the others may be gone."""
+        do(T.ptx.bar.sync(1, self.tile.threads))
+
+    def _weight_row(self) -> Any:
+        """The first of a thread's two weight rows within the tile; the other is 8 further."""
+        return self.at.warp * 16 + T.floordiv(self.at.lane, 4)
 
     # -- results of elements -----------------------------------------------------------------------------------
 
@@ -289,26 +327,16 @@ class WarpgroupTiles:
         tile, lane = self.tile, self.at.lane
         shape = (tile.rows, tile.weights + SPARE)
         self.results = T.decl_buffer(shape, "float32", data=self.memory.data, scope="shared.dyn")
-        do(T.ptx.cp.async_.wait_group(0))
-        do(T.cuda.cta_sync())
-        for unit in range(tile.each):
-            for index in range(self.each):
-                row = index // 4 * 8 + lane % 4 * 2 + index % 2
-                column = self._weight_row(unit) + index % 4 // 2 * 8
-                T.buffer_store(self.results, self.sums[unit * self.each + index], [row, column])
-        do(T.cuda.cta_sync())
+        self._sync()  # all stages have been multiplied
+        for index in range(self.each):
+            row = index // 4 * 8 + lane % 4 * 2 + index % 2
+            T.buffer_store(self.results, self.sums[index], [row, self._weight_row() + index % 4 // 2 * 8])
+        self._sync()
 
-    def _weight_row(self, unit: int) -> Any:
-        """The first of a thread's two weight rows of a unit, within the tile; the other is 8 further."""
-        warp, lane = self.at.warp, self.at.lane
-        if self.tile.each == 1:
-            return warp * 16 + T.floordiv(lane, 4)
-        return T.floordiv(warp, 4) * (self.tile.each * UNIT) + unit * UNIT + warp % 4 * 16 + T.floordiv(lane, 4)
-
-    def _finish(self) -> None:
+    def _finish(self, place: Any) -> None:
         """All elements of a tile, whose sums are in shared memory."""
         tile, first = self.tile, 0
-        start = hold(self.place * self.width, "int32", "start")
+        start = hold(place * self.width, "int32", "start")
         for projection in self.projections:
             last = first + projection.columns
             turns = -(-tile.rows * self.width // (tile.threads * TOGETHER))
@@ -341,25 +369,24 @@ class WarpgroupTiles:
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    def _leave(self, sums: Any, part: Any) -> None:
+    def _leave(self, sums: Any, part: Any, place: Any) -> None:
         """This part's sums, from registers: eight lanes have eight columns side by side, a sector."""
         lane, tile = self.at.lane, self.tile
-        for unit in range(tile.each):
-            for half in range(2):
-                line = hold(self._weight_row(unit) + half * 8, "int32")
-                within = line if self.matrices == 1 else T.floormod(line, self.width)
-                column = hold(self.place * self.width + within, "int32")
-                place = column if self.matrices == 1 else column + T.floordiv(line, self.width) * self.columns
-                place = hold(place, "int32")
-                with T.If(column < self.columns), T.Then():
-                    for item in range(tile.rows // 4):
-                        row = self.first_row + item // 2 * 8 + lane % 4 * 2 + item % 2
-                        value = self.sums[unit * self.each + item // 2 * 4 + half * 2 + item % 2]
-                        if self.rows % tile.rows:
-                            with T.If(row < self.rows), T.Then():
-                                store(sums, [part, row, place], value)
-                        else:
-                            store(sums, [part, row, place], value)
+        for half in range(2):
+            line = hold(self._weight_row() + half * 8, "int32")
+            within = line if self.matrices == 1 else T.floormod(line, self.width)
+            column = hold(place * self.width + within, "int32")
+            target = column if self.matrices == 1 else column + T.floordiv(line, self.width) * self.columns
+            target = hold(target, "int32")
+            with T.If(column < self.columns), T.Then():
+                for item in range(tile.rows // 4):
+                    row = self.first_row + item // 2 * 8 + lane % 4 * 2 + item % 2
+                    value = self.sums[item // 2 * 4 + half * 2 + item % 2]
+                    if self.rows % tile.rows:
+                        with T.If(row < self.rows), T.Then():
+                            store(sums, [part, row, target], value)
+                    else:
+                        store(sums, [part, row, target], value)
 
     def _add_parts(self, sums: Any) -> None:
         """The second launch: a block some columns of a row."""
@@ -410,21 +437,17 @@ class WarpgroupTiles:
             put(self.index, T.int32(NOTHING), index)
 
     def _take(self, place: Any, logits: Logits) -> None:
-        """A tile's logits into the running best."""
-        for unit in range(self.tile.each):
-            first = hold(place * self.width + self._weight_row(unit), "int32")
-            self._take_unit(unit * self.each, [first, hold(first + 8, "int32")], logits)
-
-    def _take_unit(self, sums: int, columns: list[Any], logits: Logits) -> None:
-        """Of a thread's two columns, then of eight lanes by halves. sums: the first of the unit's."""
+        """A tile's logits into the running best: of a thread's two columns, then of eight lanes by halves."""
         (head,), lane = self.projections, self.at.lane
+        first = hold(place * self.width + self._weight_row(), "int32")
+        columns = [first, hold(first + 8, "int32")]
         biases = [
             load(logits.bias, [T.min(column, T.int32(head.columns - 1))], constant=True) if logits.bias is not None else None
             for column in columns
         ]
         for index in range(self.kept):
             items = range(index * LANES, min((index + 1) * LANES, self.tile.rows // 4))
-            states = [self._logit(sums, item, columns, biases, logits) for item in items]
+            states = [self._logit(item, columns, biases, logits) for item in items]
             while LANES // 2 < len(states) < LANES:
                 states.append((T.float32(LOWEST), T.int32(NOTHING), T.float32(0)))
             for step in (16, 8, 4):
@@ -441,12 +464,12 @@ class WarpgroupTiles:
             for target, value in zip((self.best, self.index, self.total), joined, strict=True):
                 put(target, value, index)
 
-    def _logit(self, sums: int, item: int, columns: list[Any], biases: list[Any], logits: Logits) -> State:
+    def _logit(self, item: int, columns: list[Any], biases: list[Any], logits: Logits) -> State:
         """The better of a thread's two columns for one of its rows of x."""
         (head,), pair = self.projections, []
         row = self.first_row + item // 2 * 8 + self.at.lane % 4 * 2 + item % 2
         for half, column in enumerate(columns):
-            logit = self.sums[sums + item // 2 * 4 + half * 2 + item % 2]
+            logit = self.sums[item // 2 * 4 + half * 2 + item % 2]
             logit = logit if biases[half] is None else hold(logit + biases[half])
             visible = T.And(column < head.columns, logit > T.float32(LOWEST))  # NaN is no choice
             if logits.allowed is not None:
@@ -472,20 +495,19 @@ class WarpgroupTiles:
 
     def _join_best(self, partials: Partials, block: Any) -> None:
         """The best of all warps, through shared memory."""
-        tile, warps = self.tile, self.tile.warps
+        tile, warps = self.tile, self.tile.units * 4
         size = warps * tile.rows
         made = [
             T.decl_buffer((warps, tile.rows), dtype, data=self.memory.data, elem_offset=offset * size, scope="shared.dyn")
             for offset, dtype in enumerate(("float32", "int32", "float32"))
         ]
-        do(T.ptx.cp.async_.wait_group(0))
-        do(T.cuda.cta_sync())
+        self._sync()
         for index in range(self.kept):
             row = self._kept_row(index)
             with T.If(row < tile.rows), T.Then():
                 for buffer, value in zip(made, (self.best, self.index, self.total), strict=True):
                     T.buffer_store(buffer, value[index], [self.at.warp, row])
-        do(T.cuda.cta_sync())
+        self._sync()
         with T.If(T.And(self.thread < tile.rows, self.first_row + self.thread < self.rows)), T.Then():
             state = tuple(hold(buffer[0, self.thread], dtype) for buffer, dtype in zip(made, KINDS, strict=True))
             for warp in range(1, warps):
