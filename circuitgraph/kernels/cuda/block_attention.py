@@ -16,6 +16,7 @@ from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
 from .attention import Query
+from .latent import power_of_two
 from .paged import LOAD_TRANSPOSED
 from .values import COPY, LOAD, LOG2_E, LOWEST, do, from_lane, hold, load_int, put, register, wide, zeros
 
@@ -188,16 +189,17 @@ class BlockAttention:
 
     def _score(self, tile: Any, slot: Any) -> None:
         """Scores of 64 cache rows, the running largest, and the weights in the scores' place."""
-        lane, piece = self.at.lane, register("uint32", 4)
+        lane, pieces = self.at.lane, register("uint32", TILE // 2, "pieces")
         zeros(self.scores, TILE // 2)
         for step in range(self.dim // 32):
-            for eight in range(TILE // 8):
-                c = [self.scores[eight * 4 + i] for i in range(4)]
+            for eight in range(TILE // 8):  # all on their way before the first is used
                 place = (eight * 8 + lane % 8) * self.chunks + T.bitwise_xor(step * 4 + T.floordiv(lane, 8), lane % 8)
-                do(T.ptx[LOAD](*(piece[i] for i in range(4)), self.ring.ptr_to([slot, 0, place, 0])))
-                for part in range(2):
+                do(T.ptx[LOAD](*(pieces[eight * 4 + i] for i in range(4)), self.ring.ptr_to([slot, 0, place, 0])))
+            for part in range(2):
+                for eight in range(TILE // 8):
+                    c = [self.scores[eight * 4 + i] for i in range(4)]
                     q = [self.q[(step * 2 + part) * 4 + i] for i in range(4)]
-                    do(T.ptx[self.mma](*c, *q, piece[part * 2], piece[part * 2 + 1], *c))
+                    do(T.ptx[self.mma](*c, *q, pieces[eight * 4 + part * 2], pieces[eight * 4 + part * 2 + 1], *c))
         scale = T.float32(self.query.scale * LOG2_E)
         first = hold(tile * TILE + lane % 4 * 2, "int32")
         for half in range(2):
@@ -209,30 +211,32 @@ class BlockAttention:
                 put(self.scores, T.Select(seen, self.scores[index] * scale, T.float32(LOWEST)), index)
                 top = T.max(top, self.scores[index])
             top = hold(T.cuda.warp_max(hold(top), 4))
-            shrink = hold(T.exp2(self.largest[half] - top))
+            shrink = power_of_two(self.largest[half] - top)
             put(self.largest, top, half)
             put(self.total, self.total[half] * shrink, half)
             for index in mine:
-                put(self.scores, T.exp2(self.scores[index] - top), index)
+                put(self.scores, power_of_two(self.scores[index] - top), index)
                 put(self.total, self.total[half] + self.scores[index], half)
             for index in range(self.dim // 8):
                 for i in range(2):
                     put(self.sums, self.sums[index * 4 + half * 2 + i] * shrink, index * 4 + half * 2 + i)
 
     def _add_values(self, slot: Any) -> None:
-        lane, piece, weights = self.at.lane, register("uint32", 4), register("uint32", 4, "weights")
+        lane, weights = self.at.lane, register("uint32", 4, "weights")
+        pieces = register("uint32", self.dim // 4, "pieces")
         for sixteen in range(TILE // 16):
-            for index in range(4):  # the sums of one product are the fragments of the next
-                pair = (sixteen * 2 + index // 2) * 4 + index % 2 * 2
-                do(T.ptx[f"cvt.rn.{self.kind}x2.f32"](weights[index], self.scores[pair + 1], self.scores[pair]))
             row = sixteen * 16 + T.floormod(T.floordiv(lane, 8), 2) * 8 + lane % 8
             for step in range(self.dim // 16):
                 place = row * self.chunks + T.bitwise_xor(step * 2 + T.floordiv(lane, 16), lane % 8)
-                do(T.ptx[LOAD_TRANSPOSED](*(piece[i] for i in range(4)), self.ring.ptr_to([slot, 1, place, 0])))
-                for part in range(2):
-                    c = [self.sums[(step * 2 + part) * 4 + i] for i in range(4)]
-                    a = [weights[i] for i in range(4)]
-                    do(T.ptx[self.mma](*c, *a, piece[part * 2], piece[part * 2 + 1], *c))
+                target = (pieces[step * 4 + i] for i in range(4))
+                do(T.ptx[LOAD_TRANSPOSED](*target, self.ring.ptr_to([slot, 1, place, 0])))
+            for index in range(4):  # the sums of one product are the fragments of the next
+                pair = (sixteen * 2 + index // 2) * 4 + index % 2 * 2
+                do(T.ptx[f"cvt.rn.{self.kind}x2.f32"](weights[index], self.scores[pair + 1], self.scores[pair]))
+            for eight in range(self.dim // 8):
+                c = [self.sums[eight * 4 + i] for i in range(4)]
+                a = [weights[i] for i in range(4)]
+                do(T.ptx[self.mma](*c, *a, pieces[eight * 2], pieces[eight * 2 + 1], *c))
 
     # -- the end -----------------------------------------------------------------------------------------------
 

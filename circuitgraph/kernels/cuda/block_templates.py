@@ -23,7 +23,7 @@ class AttendBlocks(Kernel):
 
     @dataclass(frozen=True)
     class Params:
-        """parts: thread blocks of a cluster, which share the context; 0 fills the GPU once. stages: of the ring, at most."""
+        """parts: thread blocks of a cluster, which share the context; 0 fills the GPU twice. stages: of the ring, at most."""
 
         parts: int = within(0, 0, CLUSTER)
         stages: int = within(3, 2, 4)
@@ -59,9 +59,9 @@ class AttendBlocks(Kernel):
 
     @staticmethod
     def parts(plan: Plan, group: Group, params: Any) -> int:
-        """As many as fill the processors, a power of two: clusters of other sizes leave some of them idle."""
+        """As many as give each processor two, a power of two: clusters of other sizes leave some of them idle."""
         blocks = -(-plan.rows // plan.circuit.block_size) * attend_facts(plan, group)[2]
-        share, parts = architecture_of(plan).processors // blocks, CLUSTER
+        share, parts = 2 * architecture_of(plan).processors // blocks, CLUSTER
         while parts > max(share, 1):
             parts //= 2
         return params.parts or parts

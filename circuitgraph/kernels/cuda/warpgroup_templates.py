@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ...circuit.types import TensorType
 from ...plan.ir import Group, Plan, Scratch
-from ..base import Kernel, kernel, refuse_packed, within
+from ..base import Kernel, kernel, within
 from .architectures import architecture_of
 from .epilogue import meeting, refuse_epilogue
+from .formats import Format
 from .plain import Projection, emit_top1_final
+from .quantised_warpgroups import QuantisedWarpgroups, QuantisedWarpgroupTile
 from .shared import (
     PROLOGUE_WARPS,
     emit_prologue,
+    format_of,
     logits_of,
     partial_scratch,
     partials_of,
@@ -22,13 +26,15 @@ from .shared import (
     refuse_dtypes,
     refuse_meeting,
     refuse_prologue,
+    refuse_quantised,
     refuse_top1,
 )
+from .tile_templates import refuse_scales
 from .warpgroups import DEPTH, ROWS, STAGES, Ahead, WarpgroupTile, WarpgroupTiles
 
 MOST_PARTS = 8
-JOIN = 2048
-"""What the second launch takes, in rows of a stage: some 2 us, in which a block reads that many times 128 bytes."""
+JOIN = 530
+"""What one launch more takes, in the same unit; the sums themselves are written, read and waited for."""
 
 
 def sizes_of(plan: Plan, group: Group) -> tuple[int, int, int]:
@@ -59,19 +65,26 @@ class WarpgroupParams:
         rows, available = tile_rows(plan), architecture_of(plan)
         units = [self.units] if self.units else [3, 2, 1]
         parts = [1] if head else [self.parts] if self.parts else range(1, MOST_PARTS + 1)
-        choices = [self._fit(unit, rows, part, available.shared_bytes) for unit in units for part in parts]
+        fit = partial(self._fit, format_of(plan, group), rows=rows, available=available.shared_bytes)
+        choices = [fit(units=unit, parts=part) for unit in units for part in parts]
 
         def time(tile: WarpgroupTile) -> float:
-            """In rows of a stage. Reading x costs half of what weights do: it is in L2. Parts are written and read, by one launch
-            more."""
-            turns = -(-(-(-weights // tile.weights) * -(-plan.rows // tile.rows) * tile.parts) // available.processors)
-            stages = turns * -(-columns // DEPTH // tile.parts) * (tile.weights + tile.rows / 2)
-            return stages + (tile.parts > 1) * (JOIN + 4 * weights * plan.rows * tile.parts / available.processors / DEPTH / 2)
+            """In lines of weights that a block copies, 3.75 ns on an H200. x is in L2 and counts a quarter, until there is so much
+            of it that L2 is the limit."""
+            tiles = -(-weights // tile.weights) * -(-plan.rows // tile.rows)
+            turns = -(-tiles * tile.parts // available.processors)
+            lines = max(tile.weights + tile.rows / 4, 0.65 * (tile.weights + tile.rows))
+            lines *= turns * -(-columns // DEPTH // tile.parts)
+            sums = 4 * weights * plan.rows * tile.parts / available.processors / (DEPTH * 2)
+            return lines + (JOIN + 4 * sums) * (tile.parts > 1)
 
         return min(choices, key=time)
 
-    def _fit(self, units: int, rows: int, parts: int, available: int) -> WarpgroupTile:
-        tiles = [WarpgroupTile(units, rows, parts, stages) for stages in range(self.stages, 1, -1)]
+    def _fit(self, format: Format, units: int, rows: int, parts: int, available: int) -> WarpgroupTile:
+        sizes = [(units, rows, parts, stages) for stages in range(self.stages, 1, -1)]
+        tiles = [WarpgroupTile(*size) for size in sizes]
+        if format.storage is not None:
+            tiles = [QuantisedWarpgroupTile(*size, 4 * format.columns, bool(format.scaled)) for size in sizes]
         return next((tile for tile in tiles if tile.shared_bytes <= available), tiles[-1])
 
 
@@ -79,26 +92,29 @@ def refuse_warpgroups(plan: Plan, group: Group, params: WarpgroupParams) -> str 
     arch = architecture_of(plan)
     if not arch.warpgroups:
         return f"{arch.name} has no wgmma"
-    if reason := refuse_packed(plan, group) or refuse_dtypes(plan, group) or refuse_meeting(group):
+    if reason := refuse_quantised(plan, group) or refuse_dtypes(plan, group) or refuse_meeting(group):
         return reason
     _, columns, _ = sizes_of(plan, group)
     if columns % DEPTH:
         return f"{columns} columns are no whole number of stages of {DEPTH}"
     if columns // DEPTH < 8:
         return f"{columns} columns do not split into 8 parts"
-    return refuse_prologue(plan, group)
+    return refuse_prologue(plan, group) or refuse_scales(format_of(plan, group), columns)
 
 
 def emit_tiles(env: Any, group: Group, tile: WarpgroupTile, projections: list[Projection]) -> WarpgroupTiles:
     emit_prologue(env, group, PROLOGUE_WARPS)
     name = group.anchors[0].inputs[0]
-    return WarpgroupTiles(env, tile, env.words(name), env.plan.circuit.types[name].dtype, projections)
+    x, format = env.words(name), format_of(env.plan, group)
+    if isinstance(tile, QuantisedWarpgroupTile):
+        return QuantisedWarpgroups(env, tile, x, format, projections)
+    return WarpgroupTiles(env, tile, x, format.kind, projections)
 
 
 @kernel
 class LinearWarpgroups(Kernel):
-    """Projections of some rows in bf16 or f16 by `wgmma`, a block a tile of weights and a part of the columns; the prologue by
-    rows before it, the sum of the parts after it."""
+    """Projections of some rows in bf16 or f16 by `wgmma`, with quantised weights or not, a block a tile of weights and a part of
+    the columns; the prologue by rows before it, the sum of the parts after it."""
 
     name = "cuda.linear_warpgroups"
     patterns = ("project", "gated")
@@ -124,8 +140,8 @@ class LinearWarpgroups(Kernel):
 
 @kernel
 class Top1Warpgroups(Kernel):
-    """lm_head, top-1 and log-probability of some rows in bf16 or f16 by `wgmma`; a block takes tile after tile and keeps the
-    best of their columns."""
+    """lm_head, quantised or not, top-1 and log-probability of some rows in bf16 or f16 by `wgmma`; a block takes tile after tile
+    and keeps the best of their columns."""
 
     name = "cuda.top1_warpgroups"
     patterns = ("head",)

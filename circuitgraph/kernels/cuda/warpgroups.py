@@ -11,7 +11,7 @@ and its ring runs on while the best of a tile are found.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,10 +74,14 @@ class WarpgroupTile:
         return (self.weights + self.rows) * DEPTH * 2
 
     @property
+    def ring_bytes(self) -> int:
+        return self.stages * self.stage_bytes
+
+    @property
     def memory_bytes(self) -> int:
         """The ring, or what lies there at the end: sums, or the best of every warp."""
-        ring, sums = self.stages * self.stage_bytes, self.rows * (self.weights + SPARE) * 4
-        return max(ring, sums if self.parts == 1 else 0, self.rows * self.units * 4 * 3 * 4)
+        sums = self.rows * (self.weights + SPARE) * 4
+        return max(self.ring_bytes, sums if self.parts == 1 else 0, self.rows * self.units * 4 * 3 * 4)
 
     @property
     def shared_bytes(self) -> int:
@@ -133,8 +137,8 @@ class WarpgroupTiles:
             self.first = hold(T.floordiv(part * self.stages_of_all, parts), "int32", "first")
             self.end = hold(T.floordiv((part + 1) * self.stages_of_all, parts), "int32", "end")
             with self._multiplying(place, place + 1):
-                with T.serial(0, self.end - self.first) as _:
-                    self._multiply()
+                with T.serial(0, self.end - self.first) as stage:
+                    self._multiply(self.first + stage)
                 if parts > 1:
                     self._leave(sums, part, place)
                 else:
@@ -159,8 +163,8 @@ class WarpgroupTiles:
                 put(place, block * each)
                 with T.While(place[0] < stop):
                     zeros(self.sums, self.each)
-                    with T.serial(0, self.stages_of_all) as _:
-                        self._multiply()
+                    with T.serial(0, self.stages_of_all) as stage:
+                        self._multiply(stage)
                     self._take(place[0], logits)
                     put(place, place[0] + 1)
                 self._join_best(best, block)
@@ -184,7 +188,7 @@ class WarpgroupTiles:
         self.stop = stop
         self.copier = hold(at.warp - tile.units * 4, "int32", "copier")
         self.line, self.chunk = hold(self.copier % 2 * 4 + T.floordiv(at.lane, 8), "int32", "line"), at.lane % 8
-        self.sources = register("uint64", tile.weights // LINES, "sources")
+        self._begin_copying()
         with T.If(T.And(self.copier >= 0, self.copier < 2)), T.Then():
             self._find_weights()
             with T.serial(0, tile.stages), T.If(self.place[0] < stop), T.Then():
@@ -208,8 +212,7 @@ class WarpgroupTiles:
         self.full = pool.alloc((tile.stages,), "uint64", align=8)
         self.empty = pool.alloc((tile.stages,), "uint64", align=8)
         pool.commit()
-        shape = (tile.stages, tile.weights + tile.rows, 8, 4)
-        self.ring = T.decl_buffer(shape, "uint32", data=self.memory.data, scope="shared.dyn")
+        self._declare()
         with T.If(T.And(T.EQ(self.at.warp, 0), T.EQ(self.at.lane, 0))), T.Then():
             for stage in range(tile.stages):
                 do(T.ptx.mbarrier.init.shared.b64(self.full.ptr_to([stage]), T.uint32(COPIERS * 32)))
@@ -217,30 +220,52 @@ class WarpgroupTiles:
             do(T.ptx.fence.mbarrier_init.release.cluster())
         do(T.cuda.cta_sync())
 
+    def _declare(self) -> None:
+        """Views of shared memory."""
+        shape = (self.tile.stages, self.tile.weights + self.tile.rows, 8, 4)
+        self.ring, self.first_line = T.decl_buffer(shape, "uint32", data=self.memory.data, scope="shared.dyn"), self.tile.weights
+        """Of a stage: weights, then x."""
+
     # -- the warps that copy -----------------------------------------------------------------------------------
 
+    def _begin_copying(self) -> None:
+        self.sources = register("uint64", self.tile.weights // LINES, "sources")
+
     def _find_weights(self) -> None:
-        """Addresses of the chunks of a tile that this thread copies in every stage. A tile may have the last columns of one
-        projection and the first of the next."""
+        """Addresses of the chunks of a tile that this thread copies in every stage."""
         for index in range(self.tile.weights // LINES):
             line = hold(index * LINES + self.line, "int32")
-            within = line if self.matrices == 1 else T.floormod(line, self.width)
-            column = hold(T.min(self.place[0] * self.width + within, T.int32(self.columns - 1)), "int32")
-            address, first = None, self.columns
-            for projection in reversed(self.projections):
-                first -= projection.columns
-                row = T.max(column - first, T.int32(0))
-                if len(self.projections) > 1:  # a column of a later projection: its address is not used
-                    row = T.min(row, T.int32(projection.columns - 1))
-                places = [T.reinterpret("uint64", weight.ptr_to([wide(row), self.chunk * 4])) for weight in projection.weights]
-                found = places[0] if self.matrices == 1 else T.if_then_else(line < self.width, places[0], places[1])
-                address = found if address is None else T.if_then_else(column < first + projection.columns, found, address)
-            put(self.sources, address, index)
+
+            def place(projection: Projection, matrix: int, row: Any) -> tuple[Any]:
+                return (T.reinterpret("uint64", projection.weights[matrix].ptr_to([wide(row), self.chunk * 4])),)
+
+            put(self.sources, *self._of_line(line, place), index)
+
+    def _of_line(self, line: Any, place: Callable[[Projection, int, Any], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """place(projection, which of its weights, row) for a line of the tile, which may have the last columns of one projection
+        and the first of the next. What there is not is replaced by the last column."""
+        within = line if self.matrices == 1 else T.floormod(line, self.width)
+        column = hold(T.min(self.place[0] * self.width + within, T.int32(self.columns - 1)), "int32")
+        found: tuple[Any, ...] = ()
+        first = self.columns
+        for projection in reversed(self.projections):
+            first -= projection.columns
+            row = T.max(column - first, T.int32(0))
+            if len(self.projections) > 1:  # a column of a later projection: its address is not used
+                row = T.min(row, T.int32(projection.columns - 1))
+            here = [place(projection, matrix, row) for matrix in range(self.matrices)]
+            chosen_here = (
+                here[0]
+                if self.matrices == 1
+                else tuple(T.if_then_else(line < self.width, *pair) for pair in zip(*here, strict=True))
+            )
+            inside = column < first + projection.columns
+            pairs = zip(chosen_here, found, strict=True) if found else ()
+            found = tuple(T.if_then_else(inside, one, other) for one, other in pairs) or chosen_here
+        return found
 
     def _copy_weights(self) -> None:
-        for index in range(self.tile.weights // LINES):
-            ahead = T.Cast("uint64", self.stage[0]) * T.uint64(DEPTH * 2)
-            self._copy(T.reinterpret("handle", self.sources[index] + ahead), index * LINES + self.line)
+        self._copy_weight_chunks()
         do(T.ptx["cp.async.mbarrier.arrive.noinc.shared.b64"](self.full.ptr_to([self.slot[0]])))
         self._advance()
         put(self.stage, self.stage[0] + 1)
@@ -250,13 +275,18 @@ class WarpgroupTiles:
             with T.If(self.place[0] < self.stop), T.Then():
                 self._find_weights()
 
+    def _copy_weight_chunks(self) -> None:
+        for index in range(self.tile.weights // LINES):
+            ahead = T.Cast("uint64", self.stage[0]) * T.uint64(DEPTH * 2)
+            self._copy(T.reinterpret("handle", self.sources[index] + ahead), index * LINES + self.line)
+
     def _copy_rows(self) -> None:
         """Rows that there are not are replaced by the last one."""
         for index in range(self.tile.rows // LINES):
             line = hold(index * LINES + self.line, "int32")
             row = T.min(self.first_row + line, T.int32(self.rows - 1))
             source = self.x.ptr_to([wide(row), wide(self.stage[0] * (DEPTH // 2) + self.chunk * 4)])
-            self._copy(source, self.tile.weights + line)
+            self._copy(source, self.first_line + line)
         do(T.ptx["cp.async.mbarrier.arrive.noinc.shared.b64"](self.full.ptr_to([self.slot[0]])))
         self._advance()
         put(self.stage, self.stage[0] + 1)
@@ -284,22 +314,36 @@ class WarpgroupTiles:
         self.sums = register("float32", self.each, "sums")
         zeros(self.sums, self.each)
         self.descriptors = register("uint64", 2, "descriptors")
-        for index, line in enumerate((T.floordiv(self.at.warp, 4) * UNIT, self.tile.weights)):
+        for index, matrix in enumerate(self._matrices()):
             place = T.address_of(self.descriptors[index])
-            do(T.cuda.wgmma.encode_matrix_descriptor(place, self.ring.ptr_to([0, line, 0, 0]), 1, 64, SWIZZLE_128))
+            do(T.cuda.wgmma.encode_matrix_descriptor(place, matrix, 1, 64, SWIZZLE_128))
 
-    def _multiply(self) -> None:
-        """One stage."""
+    def _matrices(self) -> tuple[Any, Any]:
+        """Where the weights of the warpgroup and x lie in the first slot."""
+        return self.ring.ptr_to([0, T.floordiv(self.at.warp, 4) * UNIT, 0, 0]), self.ring.ptr_to([0, self.tile.weights, 0, 0])
+
+    def _steps(self) -> tuple[int, int]:
+        """Bytes from one slot to the next of both."""
+        return self.tile.stage_bytes, self.tile.stage_bytes
+
+    def _ready(self, stage: Any) -> None:
+        """What a warpgroup does with its weights of a stage that has arrived, before they are multiplied."""
+
+    def _multiply(self, stage: Any) -> None:
+        """One stage, which is the columns' `stage`-th."""
         do(T.cuda.mbarrier_wait(self.full.ptr_to([self.slot[0]]), self.phase[0]))
+        self._ready(stage)
         do(T.ptx.fence.proxy.async_.shared__cta())
         self._ordered()
         do(T.ptx.wgmma.fence.sync.aligned())
         sums = [self.sums[i] for i in range(self.each)]
-        before = hold(T.Cast("uint64", self.slot[0]) * T.uint64(self.tile.stage_bytes // 16), "uint64")
-        a, b = (hold(self.descriptors[i] + before, "uint64") for i in range(2))
+        slot, matrices = T.Cast("uint64", self.slot[0]), []
+        for index, step in enumerate(self._steps()):
+            moved = self.descriptors[index] + slot * T.uint64(step // 16) if step else self.descriptors[index]
+            matrices.append(hold(moved, "uint64"))
         for step in range(DEPTH // 16):
-            ahead = T.uint64(step * 32 // 16)
-            do(T.ptx[self.mma](*sums, a + ahead, b + ahead, T.bool(True), 1, 1, 0, 0))
+            a, b = (matrix + T.uint64(step * 32 // 16) for matrix in matrices)
+            do(T.ptx[self.mma](*sums, a, b, T.bool(True), 1, 1, 0, 0))
         do(T.ptx.wgmma.commit_group.sync.aligned())
         do(T.ptx.wgmma.wait_group.sync.aligned(0))
         self._ordered()
@@ -315,6 +359,9 @@ class WarpgroupTiles:
     def _sync(self) -> None:
         """Of the warps that multiply: the others may be gone."""
         do(T.ptx.bar.sync(1, self.tile.threads))
+
+    def _factor(self, projection: Projection, matrix: int, column: Any) -> Any:
+        """What the sum of a weight row is multiplied by, None where that is nothing."""
 
     def _weight_row(self) -> Any:
         """The first of a thread's two weight rows within the tile; the other is 8 further."""
@@ -353,7 +400,7 @@ class WarpgroupTiles:
             row, column = hold(self.first_row + line, "int32"), hold(start + within, "int32")
             visible = T.And(T.And(line < self.tile.rows, row < self.rows), T.And(column >= 0, column < projection.columns))
             line = T.min(line, T.int32(self.tile.rows - 1))
-            sums = [hold(self.results[line, within + matrix * self.width]) for matrix in range(self.matrices)]
+            sums = [self.results[line, within + matrix * self.width] for matrix in range(self.matrices)]
             elements.append((hold(T.Cast("int32", visible), "int32"), row, column, sums))
         self._finish_all(projection, elements)
 
@@ -362,10 +409,13 @@ class WarpgroupTiles:
         found = []
         for _, row, column, _ in elements:
             nearest = T.min(T.max(column, T.int32(0)), T.int32(projection.columns - 1))
-            found.append(projection.finish.fetch(T.min(row, T.int32(self.rows - 1)), nearest))
-        for (visible, row, column, sums), ahead in zip(elements, found, strict=True):
+            nearest = hold(nearest, "int32")
+            factors = [self._factor(projection, matrix, nearest) for matrix in range(self.matrices)]
+            found.append((factors, projection.finish.fetch(T.min(row, T.int32(self.rows - 1)), nearest)))
+        for (visible, row, column, sums), (factors, ahead) in zip(elements, found, strict=True):
+            totals = [hold(total if factor is None else total * factor) for total, factor in zip(sums, factors, strict=True)]
             with T.If(visible > 0), T.Then():
-                projection.finish.finish(row, column, sums, ahead)
+                projection.finish.finish(row, column, totals, ahead)
 
     # -- parts -------------------------------------------------------------------------------------------------
 
@@ -441,13 +491,14 @@ class WarpgroupTiles:
         (head,), lane = self.projections, self.at.lane
         first = hold(place * self.width + self._weight_row(), "int32")
         columns = [first, hold(first + 8, "int32")]
+        factors = [self._factor(head, 0, T.min(column, T.int32(head.columns - 1))) for column in columns]
         biases = [
             load(logits.bias, [T.min(column, T.int32(head.columns - 1))], constant=True) if logits.bias is not None else None
             for column in columns
         ]
         for index in range(self.kept):
             items = range(index * LANES, min((index + 1) * LANES, self.tile.rows // 4))
-            states = [self._logit(item, columns, biases, logits) for item in items]
+            states = [self._logit(item, columns, factors, biases, logits) for item in items]
             while LANES // 2 < len(states) < LANES:
                 states.append((T.float32(LOWEST), T.int32(NOTHING), T.float32(0)))
             for step in (16, 8, 4):
@@ -464,12 +515,13 @@ class WarpgroupTiles:
             for target, value in zip((self.best, self.index, self.total), joined, strict=True):
                 put(target, value, index)
 
-    def _logit(self, item: int, columns: list[Any], biases: list[Any], logits: Logits) -> State:
+    def _logit(self, item: int, columns: list[Any], factors: list[Any], biases: list[Any], logits: Logits) -> State:
         """The better of a thread's two columns for one of its rows of x."""
         (head,), pair = self.projections, []
         row = self.first_row + item // 2 * 8 + self.at.lane % 4 * 2 + item % 2
         for half, column in enumerate(columns):
             logit = self.sums[item // 2 * 4 + half * 2 + item % 2]
+            logit = logit if factors[half] is None else hold(logit * factors[half])
             logit = logit if biases[half] is None else hold(logit + biases[half])
             visible = T.And(column < head.columns, logit > T.float32(LOWEST))  # NaN is no choice
             if logits.allowed is not None:
