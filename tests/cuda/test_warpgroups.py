@@ -68,13 +68,38 @@ def test_blocks_in_their_real_size_get_warpgroups_on_hopper_alone(blocks):
 
 def test_what_warpgroups_do_not_read_goes_where_it_went_before():
     assert kernels_of(plan_of(dflash("f32"), 64))["project"] == "linear_plain"
-    packed = plan_of(dflash(storage="fp8 128x128"), 64)
-    assert kernels_of(packed)["gated"] == "linear_tiles"
-    assert "reads plain weights" in refusals_of(packed)
     odd = plan_of(dflash(hidden_size=4096 + 32), 64)
     assert kernels_of(odd)["gated"] == "linear_plain"
     assert "4128 columns are no whole number of stages of 64" in refusals_of(odd)
     assert "256 columns do not split into 8 parts" in refusals_of(plan_of(dflash(hidden_size=256), 64))
+
+
+@pytest.mark.parametrize("storage", ["fp8 128x128", "fp8 per row", "int8 per tensor", "nvfp4", "mxfp4"])
+def test_quantised_weights_get_warpgroups_whose_rings_fit(storage):
+    for rows in (32, 128):
+        plan = plan_of(dflash(storage=storage), rows)
+        assert (kernels_of(plan)["gated"], kernels_of(plan)["head"]) == ("linear_warpgroups", "top1_warpgroups")
+        tile = PARAMS.tile(plan, groups_of(plan)["gated"])
+        assert tile.shared_bytes <= architecture("sm_90a").shared_bytes
+        assert tile.stages >= 3
+        assert all(words % 256 == 0 for name, words in tile.words.items() if name in ("converted", "x")), "as the swizzle needs"
+    assert "tiles" in kernels_of(plan_of(dflash(storage=storage), 128, "sm_80"))["gated"]
+
+
+def test_scales_that_change_within_a_piece_are_refused():
+    plan = plan_of(dflash(storage="fp8 128x8"), 64)
+    assert "warpgroups" not in kernels_of(plan)["gated"]
+    assert "change within 16 columns" in refusals_of(plan)
+
+
+def test_few_rows_get_warpgroups_where_nothing_streams():
+    """Of 16 rows: 17408 columns do not split into parts that fit the registers, and a head of 7168 has none."""
+    plan = plan_of(dflash(intermediate_size=17408), 16)
+    last = [choice.kernel for group, choice in zip(plan.groups, plan.choices, strict=True) if group.pattern == "project"][-1]
+    assert last == "cuda.linear_warpgroups"
+    assert kernels_of(plan_of(dflash(hidden_size=7168), 16))["head"] == "top1_warpgroups"
+    found = kernels_of(plan_of(dflash(), 16))
+    assert (found["project"], found["gated"], found["head"]) == ("linear_stream", "linear_stream", "top1_stream")
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16, 17, 32, 48, 64, 100, 128, 129, 200, 256, 300, 1024])
@@ -110,7 +135,7 @@ def test_narrow_layers_fill_the_processors():
             assert 120 <= -(-sizes_of(plan, group)[0] // tile.weights) * tile.parts <= 132, group.name
 
 
-@pytest.mark.parametrize(("blocks", "parts"), [(1, 8), (2, 8), (4, 4), (8, 2), (16, 1), (64, 1)])
+@pytest.mark.parametrize(("blocks", "parts"), [(1, 8), (2, 8), (4, 8), (8, 4), (16, 2), (64, 1)])
 def test_attention_of_blocks_fills_the_processors(blocks, parts):
     plan = plan_of(dflash(), blocks * 16)
     assert kernels_of(plan)["attend"] == "attention_blocks"

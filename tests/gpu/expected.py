@@ -43,6 +43,9 @@ NOT_RUN = (
     "latent_fp8",
     "mixed_storage",
     "direct_dflash",
+    "direct_dflash_blocks",
+    "products_rows_bf16",
+    "products_rows_f16",
     "direct_eagle3",
     "direct_medusa",
 )
