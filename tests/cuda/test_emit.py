@@ -110,7 +110,8 @@ REPRESENTATIVE = {
     "fixture_qwen3_5_mtp": ("draft_3",),
     "direct_eagle3": ("first_1", "draft_8"),
     "direct_medusa": ("draft_8", "logits_1"),
-    "direct_dflash": ("draft_16",),
+    "direct_dflash": ("draft_16", "draft_48"),
+    "products_rows_bf16": ("products_100",),
     "latent_bf16": ("draft_1", "draft_8"),
     "latent_odd_f32": ("draft_3", "context_5"),
     "mixture_bf16": ("apply_1", "apply_16", "apply_33"),
@@ -164,12 +165,15 @@ def constants_of(plan) -> set[str]:
 
 def test_nothing_but_constants_and_addressing_is_touched_before_the_wait(monkeypatch):
     """In programs that between them have every template in them."""
+    from tests.cuda.test_quantised import plan_of as packed_plan
+
     cases = {case.name: case for case in CASES}
     reached = set()
     for name, module in ON_THE_WAY.items():
         monkeypatch.setattr(module, name, noted(reached, name, getattr(module, name)))
     backend = make_backend(Target("cuda", "sm_90a"))
     programs = {"twice": [plan_of(hidden_twice(small_mtp()))], "all switches": [plan_of(small_mtp(EVERYTHING))]}
+    programs["quantised head of many rows"] = [packed_plan("fp8 128x128", 33)]
     for name, symbols in REPRESENTATIVE.items():
         programs[name] = [plan for plan in plans_of(cases[name]) if plan.symbol in symbols]
         assert {plan.symbol for plan in programs[name]} == set(symbols)

@@ -232,6 +232,20 @@ CASES = (
         )
         for act, widths in (("bf16", (1, 8, 16, 33)), ("f16", (1, 16)), ("f32", (1, 3)))
     ),
+    # Many rows of plain weights: tiles of rows that are full and that are not, and weights of several products in one tile.
+    *(
+        Case(
+            f"products_rows_{act}",
+            str(OWN / "many_rows_family.yaml"),
+            act=act,
+            wt=act,
+            kv=act,
+            widths=(17, 48, 64, 100, 128, 200),
+            entries=("products",),
+            program=str(OWN / "many_rows.yaml"),
+        )
+        for act in ("bf16", "f16")
+    ),
     # Experts alone: streamed with x in registers, and gathered by expert; routes of every kind; and node by node.
     Case("mixture_bf16", program=MIXTURE, switches={"shared_gate": True}, widths=MIXED, entries=("apply",)),
     Case(
@@ -340,6 +354,20 @@ CASES = (
         DFLASH_SIZES,
         widths=(1, 3),
         context_rows=(16, 48),
+        entries=STEP,
+        program="dflash",
+        block=16,
+    ),
+    # Blocks that fill a tile of rows, and more; two queries share a KV head.
+    Case(
+        "direct_dflash_blocks",
+        "dflash_qwen3",
+        {**DFLASH_SIZES, "num_key_value_heads": 4},
+        act="f16",
+        wt="f16",
+        kv="f16",
+        widths=(2, 8, 10),
+        context_rows=(128,),
         entries=STEP,
         program="dflash",
         block=16,

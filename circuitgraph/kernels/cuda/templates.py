@@ -11,6 +11,7 @@ from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, refuse_packed, within
 from .architectures import architecture_of, fitting
 from .attention import emit_combine, emit_plain_attention
+from .block_templates import AttendBlocks
 from .epilogue import refuse_epilogue
 from .experts_templates import MixturePlain, MixtureStream
 from .head_templates import HeadPlain, HeadStream
@@ -38,9 +39,11 @@ from .shared import (
 )
 from .stream_templates import LinearStream, Top1Stream
 from .tile_templates import LinearTiles, Top1Tiles
+from .warpgroup_templates import LinearWarpgroups, Top1Warpgroups
 
 __all__ = [
     "Attend",
+    "AttendBlocks",
     "AttendPaged",
     "HeadPlain",
     "HeadStream",
@@ -49,12 +52,14 @@ __all__ = [
     "LinearPlain",
     "LinearStream",
     "LinearTiles",
+    "LinearWarpgroups",
     "MixturePlain",
     "MixtureStream",
     "Rows",
     "Top1Plain",
     "Top1Stream",
     "Top1Tiles",
+    "Top1Warpgroups",
     "emit_copy",
 ]
 
