@@ -69,8 +69,8 @@ class WarpgroupParams:
         choices = [fit(units=unit, parts=part) for unit in units for part in parts]
 
         def time(tile: WarpgroupTile) -> float:
-            """In lines of weights that a block copies, 3.75 ns on an H200. x is in L2 and counts a quarter, until there is so much
-            of it that L2 is the limit."""
+            """In lines of weights that a block copies, 3.75 ns on an H200. x is in L2 and counts a quarter, until there is so
+            much of it that L2 is the limit."""
             tiles = -(-weights // tile.weights) * -(-plan.rows // tile.rows)
             turns = -(-tiles * tile.parts // available.processors)
             lines = max(tile.weights + tile.rows / 4, 0.65 * (tile.weights + tile.rows))
