@@ -68,7 +68,8 @@ class QuantisedWarpgroups(WarpgroupTiles):
             if words:
                 views[name] = T.decl_buffer(shapes[name], "uint32", data=self.memory.data, elem_offset=first, scope="shared.dyn")
             first += words
-        self.converted, self.ring, self.raw, self.scale_ring = (views.get(name) for name in shapes)
+        self.converted, self.ring, self.raw = (views[name] for name in ("converted", "x", "raw"))
+        self.scale_ring = views.get("scales")
         self.first_line = 0
 
     # -- the warps that copy -----------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ class QuantisedWarpgroups(WarpgroupTiles):
         words = register("uint32", 4, "raw")
         with T.vectorized(0, 4) as v:
             T.buffer_store(words, self.raw[self.slot[0], number, v], [v])
-        scale = hold(self.scale_ring[self.slot[0], number], "uint32") if self.tile.scales else None
+        scale = hold(self.scale_ring[self.slot[0], number], "uint32") if self.scale_ring is not None else None
         pairs = self.format.scale_pairs(scale, stage * 2 + piece) if self.format.scaled == "numbers" else None
         each = self.format.columns // 2
         made = register("uint32", 4 * each, "converted")
