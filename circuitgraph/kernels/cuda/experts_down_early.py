@@ -93,7 +93,7 @@ class EarlyDown(Down):
         if self.first:
             with T.If(T.EQ(self.thread, 0)), T.Then():
                 matrix = self.weights.shared[2]  # type: ignore[index]
-                whole = self.wholes[sizes.experts] if self.has_wholes else None
+                whole = self.wholes[sizes.experts] if self.has_wholes else None  # type: ignore[index]
                 self._enter(0, matrix, None, 0, T.uint32((1 << sizes.rows) - 1), whole, 0)
             do(T.cuda.cta_sync())
             for stage in range(cut.stages):
@@ -120,7 +120,7 @@ class EarlyDown(Down):
             self._copy(stage, self.ahead.place[0], self.ahead.step[0], self.ahead_tile[0])
 
     def _enter_one(self, expert: Any, place: Any) -> None:
-        whole = self.wholes[expert] if self.has_wholes else None
+        whole = self.wholes[expert] if self.has_wholes else None  # type: ignore[index]
         self._enter(place + self.first, self.weights.down, expert, place, T.uint32(1), whole, expert)
 
     def _fetch_table(self) -> None:
@@ -132,7 +132,7 @@ class EarlyDown(Down):
             with T.If(place < sizes.most), T.Then():
                 do(T.ptx["ld.global.v4.b32"](*(words[i] for i in range(4)), self.between.listed.ptr_to([place, 0])))
                 with T.If(place < total), T.Then():
-                    whole = self.wholes[words[0]] if self.has_wholes else None
+                    whole = self.wholes[words[0]] if self.has_wholes else None  # type: ignore[index]
                     rows = T.reinterpret("uint32", words[2])
                     self._enter(place + self.first, self.weights.down, words[0], words[1], rows, whole, words[0])
         do(T.cuda.cta_sync())
