@@ -159,7 +159,9 @@ def test_experts_that_are_stored_one_by_one(tmp_path: Path) -> None:
         assert torch.equal(values[index], read(tmp_path, f"m.{index}.w.weight")[1])
     del tensors["m.1.w.weight_scale_inv"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"m.1.w.weight_scale_inv: an expert lacks this tensor; expected one for each of 3 experts"):
+    with pytest.raises(
+        CheckpointError, match=r"m.1.w.weight_scale_inv: an expert lacks this tensor; expected one for each of 3 experts"
+    ):
         read(tmp_path, "m.{expert}.w.weight")
 
 
