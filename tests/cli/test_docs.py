@@ -42,14 +42,21 @@ SHOWN = [
     for line in re.findall(r"^(?:\.venv/bin/)?(circuitgraph [a-z].*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
 ]
 """Commands on lines of their own."""
+HELPED = [
+    (name, re.split(r"   |[|>]", line)[0].strip())  # an explanation, or what the shell does with the output
+    for name, command in COMMANDS.items()
+    for line in re.findall(r"(circuitgraph [a-z][^\n]*)", f"{command.help}\n{command.epilog}")
+]
+"""Examples of `--help`."""
 
 
 def test_there_are_commands_to_look_at():
     assert len({line for _, line in SHOWN}) > 15
     assert {page for page, _ in SHOWN} >= {"README.md", "tuning.md"}
+    assert {name for name, _ in HELPED} == set(COMMANDS)
 
 
-@pytest.mark.parametrize(("page", "line"), SHOWN, ids=lambda item: item)
+@pytest.mark.parametrize(("page", "line"), [*SHOWN, *HELPED], ids=lambda item: item)
 def test_commands_are_understood(page, line, tmp_path, monkeypatch):
     """Names, options and their values: all that is known before files are read."""
     monkeypatch.chdir(tmp_path)
@@ -58,7 +65,7 @@ def test_commands_are_understood(page, line, tmp_path, monkeypatch):
         if word.endswith("/"):
             Path(word).mkdir()
             (Path(word) / "config.json").write_text("{}")
-        elif word.endswith((".cg", ".yaml")):
+        elif word.endswith((".cg", ".yaml", ".json")):
             Path(word).touch()
     context = click.Context(COMMANDS[name], info_name=name)
     assert COMMANDS[name].parse_args(context, words) == []
