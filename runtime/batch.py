@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from .state import MtpProposerState
 
 KEPT_VIEWS = 64
 """Views of a column up to this length are kept: the sizes of drafting, which come again with every step."""
+Slots = tuple[list[int], Mapping[int, Sequence[int]]]
+"""The slot of each sequence's first row, and all of those whose rows do not lie side by side: `BlockPool.slots_of`."""
 TURNS = 4
 """Copies of a column's host memory for a GPU."""
 
@@ -132,22 +134,28 @@ class Batch:
 
     def launch(
         self,
-        tokens: Sequence[int],
+        tokens: list[int],
         hiddens: Hiddens,
-        positions: Sequence[int],
+        positions: list[int],
         states: Sequence[MtpProposerState],
-        counts: Sequence[int],
+        counts: list[int],
+        before: list[int],
+        slots: Slots | None,
         *,
         allowed: torch.Tensor | None = None,
     ) -> Callable[[], Drafts]:
         """As `chain`, not waited for: what is returned waits, and gives drafts and logprobs, one list a row, of which the
-        first counts[i] mean something."""
+        first counts[i] mean something. before: rows that the states have. slots: of the rows after them, where known."""
         if self.runner.kind.at_once:
             return self.chain(tokens, hiddens, positions, states, counts).read
-        before = [len(state.history.positions) for state in states]
         leases = [state.lease for state in states]
-        rows = ChainRows(tokens, positions, before, self.pool.slots_of(leases, before, counts), leases)
-        wait = self.runner.start_chain(max(counts), rows, stacked([hiddens]), self.pool.storage, allowed)
+        if slots is None:
+            own = enumerate(zip(leases, before, counts, strict=True))
+            apart = {place: self.pool.slots(lease, first, count) for place, (lease, first, count) in own}
+            slots = [row[0] for row in apart.values()], apart
+        rows = ChainRows(tokens, positions, before, counts, *slots, leases)
+        hidden = hiddens if isinstance(hiddens, torch.Tensor) else stacked([hiddens])
+        wait = self.runner.start_chain(max(counts), rows, hidden, self.pool.storage, allowed)
         if wait is not None:
             return wait
         return self.chain(tokens, hiddens, positions, states, counts, allowed=allowed).read
@@ -203,5 +211,9 @@ class Batch:
 
 def stacked(parts: Sequence[Hiddens]) -> torch.Tensor:
     """All hiddens as one [n, H]; a single tensor is passed on as it is."""
-    tensors = [part if isinstance(part, torch.Tensor) else torch.stack(list(part)) for part in parts]
+    tensors = [part if isinstance(part, torch.Tensor) else _together(part) for part in parts]
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _together(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    return rows[0][None] if len(rows) == 1 else torch.stack(list(rows))

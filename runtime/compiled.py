@@ -65,6 +65,7 @@ class CompiledRunner(DraftRunner):
         self.circuit = manifest.circuit
         self.device = device_of(device, manifest.program)
         self._known_widths: dict[str, tuple[int, ...]] = {}
+        self._known_paths: dict[tuple[int, bool], str] = {}
         check_fallback(fallback)
         if fallback == "single" and 1 not in self.widths:
             raise ArtifactError(Fault("has no one-row draft program, which fallback='single' needs", where=manifest.program))
@@ -87,6 +88,7 @@ class CompiledRunner(DraftRunner):
         self._bind()
 
     def _bind(self) -> None:
+        self._max_position = super().max_position
         converted = {name: tvm_ffi.from_dlpack(tensor.detach()) for name, tensor in self.weights.items()}
         for program in self._programs.values():
             program.bind(converted)
@@ -132,12 +134,21 @@ class CompiledRunner(DraftRunner):
     def block_size(self) -> int | None:
         return self._block_size
 
+    @property
+    def max_position(self) -> int | None:
+        return self._max_position  # asked for in every call
+
     def _unsaid_vocab(self) -> int:
         # Artifacts of before the circuit said it: a head may score some of the target's tokens alone.
         return self.manifest.model.vocab_size
 
     def serves(self, n: int, *, masked: bool = False) -> str | None:
-        return self._path(self._entry(masked=masked), n)
+        known = self._known_paths.get((n, masked)) if type(n) is int else None
+        if known is None:
+            known = self._path(self._entry(masked=masked), n)
+            if known is not None:
+                self._known_paths[n, masked] = known
+        return known
 
     def _widths(self, entry: str) -> tuple[int, ...]:
         """Sequences that programs of the entry serve: as the manifest's rows, which looks through all functions each time."""

@@ -29,6 +29,10 @@ from .kinds import Block
 from .recording import packed, record
 from .runner import MASKED, MASKED_OUTPUT, Blocks, Caches, ChainRows, DraftChain, Drafts, DraftStep, no_autograd
 
+ALIGNED = 16
+"""Bytes that kernels read at a time."""
+MOST_PLACES = 4
+"""Of a caller's hiddens that a chain has graphs of its own for: recording one takes milliseconds."""
 MOST_GRAPHS = 64
 """Graphs kept per runner; beyond that the one that was used longest ago is dropped."""
 
@@ -41,11 +45,11 @@ def check_alignment(weights: Mapping[str, torch.Tensor], where: str) -> None:
             where=where,
             subject=name,
             expected="an address that 16 divides",
-            got=f"one that is {tensor.data_ptr() % 16} bytes beyond",
+            got=f"one that is {tensor.data_ptr() % ALIGNED} bytes beyond",
             hint="Give a tensor of its own, `.clone()`, in place of that view.",
         )
         for name, tensor in weights.items()
-        if tensor.data_ptr() % 16
+        if tensor.data_ptr() % ALIGNED
     ]
     if faults:
         raise RuntimeUseError(faults)
@@ -202,12 +206,11 @@ class CudaRunner(CompiledRunner):
         if torch.cuda.is_current_stream_capturing():
             hint = "Capture `chain` instead, with integers on the device."
             raise RuntimeUseError(Fault("drafts cannot be read while a graph is captured", where=self.circuit.name, hint=hint))
-        entry, n = self._entry(masked=allowed is not None), len(rows.tokens)
-        self._check_hidden(hidden, n)
+        masked, n = allowed is not None, len(rows.tokens)
         allowed = None if allowed is None else self._own_mask(allowed)
         width = bucket(max([len(blocks.blocks) for blocks in rows.blocks]))
         with self._device():
-            route = self._route(entry, steps, n, width, storage)
+            route = self._route(masked, steps, n, width, storage)
             graph, _, first_count = route.parts[0]
             if first_count == n:
                 graph.run_packed(rows, hidden, allowed)
@@ -229,17 +232,17 @@ class CudaRunner(CompiledRunner):
         return drafts, logprobs
 
     def _route(
-        self, entry: str, steps: int, n: int, width: int, storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+        self, masked: bool, steps: int, n: int, width: int, storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     ) -> _Route:
         """What serves n rows of these caches, found once and counted every time."""
-        key = (entry, steps, n, width)
-        first = next(iter(storage.values()), (None,))[0]
+        key = (masked, steps, n, width)
         route = self._routes.get(key)
-        if route is not None and route.cache is first:
+        if route is not None and route.storage is storage:
             self.paths[route.path] += 1
             for name in route.names:
                 self._graphs.move_to_end(name)
             return route
+        entry = self._entry(masked=masked)
         self._count(entry, n)
         parts, names = [], []
         for program, start, count in self._parts(entry, n):
@@ -247,7 +250,7 @@ class CudaRunner(CompiledRunner):
             name, graph = self._graph(program, steps, storage, sizes, stops=True)
             names.append(name)
             parts.append((graph, start, count))
-        route = self._routes[key] = _Route(first, str(self._path(entry, n)), parts, names)
+        route = self._routes[key] = _Route(storage, str(self._path(entry, n)), parts, names)
         return route
 
     def _device(self) -> contextlib.AbstractContextManager[object]:
@@ -355,10 +358,10 @@ class CudaRunner(CompiledRunner):
 
 
 class _Route(NamedTuple):
-    """Chains that serve a number of rows between them: each with its first row and its rows. cache: whose they are. names:
-    what `_graphs` keeps the chains by, each of which is there for as long as the route is."""
+    """Chains that serve a number of rows between them: each with its first row and its rows. storage: of the caches that they
+    are for. names: what `_graphs` keeps the chains by, each of which is there for as long as the route is."""
 
-    cache: torch.Tensor | None
+    storage: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     path: str
     parts: list[tuple[_Chain, int, int]]
     names: list[tuple]
@@ -402,11 +405,15 @@ class _Chain:
         self.ints, self.packed = packed(shapes, device)
         self.host, self.pinned = packed(shapes, torch.device("cpu"))
         self.cells = (ctypes.c_int32 * self.pinned.numel()).from_address(self.pinned.data_ptr())
+        places = [(self.host[f"{name}.table"], width) for name, (_, width) in sizes.items()]
+        self.table_cells = [((table.data_ptr() - self.pinned.data_ptr()) // 4, width) for table, width in places]
         self.tables: list[int] | None = None
         """Versions of the blocks that the staged tables are copies of; None when other calls have written there."""
         self.ramp = torch.arange(steps, dtype=torch.int32)[:, None]
-        # Slots, positions and lengths lie one after the other, so one addition forms all steps of them.
+        # Slots, positions and lengths lie one after the other, so one addition forms all steps of them. A length counts its
+        # own row, too.
         kinds = 2 + len(sizes)
+        self.ramps = torch.stack([self.ramp + (kind >= 2) for kind in range(kinds)])
         self.starts = torch.zeros(kinds, 1, n, dtype=torch.int32)
         self.starts_cells = (ctypes.c_int32 * self.starts.numel()).from_address(self.starts.data_ptr())
         self.counted = self.pinned[n : self.often].view(kinds, steps, n)
@@ -434,7 +441,11 @@ class _Chain:
             for name, lengths in ((name, self.ints[f"{name}.lengths"]) for name in self.states)
         ]
         self.end = _converted(slots, self.drafts, self.logprobs, stops)
-        self.graphs: dict[tuple[bool, bool, bool], torch.cuda.CUDAGraph | None] = {}
+        self.graphs: dict[tuple[bool, bool, bool, int | None], torch.cuda.CUDAGraph | None] = {}
+        self.entering = next(i for i, arg in enumerate(program.spec.args) if (arg.role, arg.name) == ("input", self.enters))
+        self.place: int | None = None
+        """Where the hiddens lay that came last, and `places` of those that are read where they lie."""
+        self.places: set[int] = set()
         self.newest: torch.cuda.CUDAGraph | None = None
         """What was replayed last: `measure` times it."""
 
@@ -478,37 +489,48 @@ class _Chain:
         n, count = self.program.rows, len(rows.tokens)
         if self.tables is None or self.unread:
             self._await_copy()
-        if count == n and min(map(len, rows.slots)) >= self.steps:
+        if rows.counts.count(self.steps) == n:
             self._stage_whole(rows)
         else:
             self._stage_some(rows)
         self._stage_tables(rows.blocks)
-        (self.hidden if count == n else self.hidden[:count]).copy_(hidden)
         if self.allowed is not None and allowed is not None:
             self.allowed[:count].copy_(allowed)
+        in_place = count == n and self._reads_in_place(hidden)
+        if not in_place:
+            (self.hidden if count == n else self.hidden[:count]).copy_(hidden)
         # The copy is part of the graph: `read` waits for all of it, so this memory is free again by the next call.
         self.unread = True
-        self._replay(formed=True, masked=False, sends=True)
+        self._replay(formed=True, masked=False, sends=True, hidden=hidden if in_place else None)
+
+    def _reads_in_place(self, hidden: torch.Tensor) -> bool:
+        """Whether the first step reads the caller's memory: servers hand over the same one time and again, so a graph of its
+        own, for the first few of those that came twice, saves a copy. Only the address is kept."""
+        if hidden.dtype != self.hidden.dtype or not hidden.is_contiguous():
+            return False
+        address, before, self.place = hidden.data_ptr(), self.place, hidden.data_ptr()
+        if address == before and address % ALIGNED == 0 and len(self.places) < MOST_PLACES:
+            self.places.add(address)
+        return address in self.places
 
     def _stage_whole(self, rows: ChainRows) -> None:
         """Every row of the program makes all steps: what step 0 reads, counted on, but for slots that go over to a block
         elsewhere."""
-        n, starts = self.program.rows, [written[0] for written in rows.slots]
-        self.starts_cells[:] = starts + list(rows.positions) + [before + 1 for before in rows.before] * len(self.states)
-        torch.add(self.starts, self.ramp, out=self.counted)
+        n = self.program.rows
+        self.starts_cells[:] = rows.starts + rows.positions + rows.before * len(self.states)
+        torch.add(self.starts, self.ramps, out=self.counted)
         self.cells[:n] = rows.tokens
-        for row, written in enumerate(rows.slots):
-            if type(written) is not range:
-                self.cells[n + row : n + row + n * self.steps : n] = written[: self.steps]
+        for row, written in rows.apart.items():
+            self.cells[n + row : n + row + n * self.steps : n] = written
 
     def _stage_some(self, rows: ChainRows) -> None:
         """Rows without work, and rows that stop before the end."""
         idle = [0] * (self.program.rows - len(rows.tokens))
         tokens, slots, positions, lengths = [*rows.tokens, *idle], [], [], []
-        ends = [len(written) for written in rows.slots]
+        written = rows.slots()
         for step in range(self.steps):
-            live = [step < end for end in ends]
-            slots += [written[step] if on else -1 for written, on in zip(rows.slots, live, strict=True)] + [-1] * len(idle)
+            live = [step < end for end in rows.counts]
+            slots += [row[step] if on else -1 for row, on in zip(written, live, strict=True)] + [-1] * len(idle)
             positions += [position + step if on else 0 for position, on in zip(rows.positions, live, strict=True)] + idle
             lengths += [before + step + 1 if on else 0 for before, on in zip(rows.before, live, strict=True)] + idle
         self.cells[: self.often] = tokens + slots + positions + lengths * len(self.states)
@@ -523,12 +545,13 @@ class _Chain:
             self.tables = [-1] * self.program.rows
         if self.tables[: len(versions)] == versions:
             return
-        for name in self.states:
-            table = self.host[f"{name}.table"]
-            first, width = (table.data_ptr() - self.pinned.data_ptr()) // 4, table.shape[1]
-            for row, item in enumerate(blocks):
-                if self.tables[row] != versions[row]:
-                    self.cells[first + row * width : first + row * width + len(item.blocks)] = item.blocks
+        for row, (item, seen) in enumerate(zip(blocks, self.tables, strict=False)):
+            if seen == item.version:
+                continue
+            kept = item.steady if seen == item.since else 0
+            for first, width in self.table_cells:
+                self.cells[first + row * width + kept : first + row * width + len(item.blocks)] = item.blocks[kept:]
+            item.copied()
         self.tables[: len(versions)] = versions
 
     def _sources(self, first: int, count: int, token, position, kv: Caches, slots) -> dict[str, torch.Tensor]:
@@ -595,32 +618,33 @@ class _Chain:
             view = self.views[key] = tensors[name][tuple(slice(size) for size in shape)]
         return view
 
-    def _replay(self, *, formed: bool, masked: bool, sends: bool = False) -> None:
+    def _replay(self, *, formed: bool, masked: bool, sends: bool = False, hidden: torch.Tensor | None = None) -> None:
         """formed: positions and lengths are there; masked: some rows may have stopped; sends: with the copy of the staged
-        integers. Recorded at the second use."""
+        integers; hidden: what is read where it lies. Recorded at the second use."""
         self.runner.newest = self
-        key = (formed, masked, sends)
+        key = (formed, masked, sends, None if hidden is None else hidden.data_ptr())
         if key not in self.graphs:
             self.graphs[key] = None
-            return self._launch(*key)
+            return self._launch(formed, masked, sends, hidden)
         graph = self.graphs[key]
         if graph is None:
-            graph = self._record(key)
-        self.newest = self.graphs[key] = graph
+            graph = record(lambda: self._launch(formed, masked, sends, hidden), self.runner.recorder)[0]
+            self.graphs[key] = graph
+        self.newest = graph
         graph.replay()
 
-    def _record(self, key: tuple[bool, bool, bool]) -> torch.cuda.CUDAGraph:
-        return record(lambda: self._launch(*key), self.runner.recorder)[0]
-
-    def _launch(self, formed: bool, masked: bool, sends: bool) -> None:
+    def _launch(self, formed: bool, masked: bool, sends: bool, hidden: torch.Tensor | None) -> None:
         begin, end = self.runner.chain_functions
+        first = list(self.calls[0])
+        if hidden is not None:
+            first[self.entering] = tvm_ffi.from_dlpack(hidden)
         with self.runner._stream():
             if sends:
                 self.packed.copy_(self.pinned, non_blocking=True)
             if not formed:
                 for arguments in self.begins:
                     begin(*arguments)
-            self.program.call(*self.calls[0])
+            self.program.call(*first)
             for arguments in self.calls[1:]:
                 self.later.call(*arguments)
             if masked:

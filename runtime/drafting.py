@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from .batch import Batch
+from .batch import Batch, Slots
 from .grammar import Grammars
 from .proposer import Hiddens
 from .runner import DraftChain
@@ -19,6 +20,7 @@ from .state import DEFERRED, MtpProposerState
 class Call:
     """The rows of a propose that draft: `rows` are their places in the caller's lists, `counts` drafts are wanted of each.
 
+    before: cache rows that each has. slots: of the rows that it writes, where that is known.
     stop_logprob: a draft below it ends its chain. embed_target: where the last draft's embedding goes (one row only).
     """
 
@@ -28,6 +30,8 @@ class Call:
     hiddens: Hiddens
     positions: list[int]
     states: list[MtpProposerState]
+    before: list[int] = field(default_factory=list)
+    slots: Slots | None = None
     stop_ids: Collection[int] = ()
     grammars: Grammars | None = None
     stop_logprob: float | None = None
@@ -64,7 +68,7 @@ def _in_one_chain(batch: Batch, call: Call) -> Drafted:
     rows = (call.tokens, call.hiddens, call.positions, call.states, call.counts)
     if call.embed_target is not None:
         return _all_but_the_last(batch, call, batch.chain(*rows, allowed=allowed))
-    wait = batch.launch(*rows, allowed=allowed)
+    wait = batch.launch(*rows, call.before, call.slots, allowed=allowed)
     if call.meanwhile is not None:
         call.meanwhile()
     made = Drafted(*wait())
@@ -86,8 +90,9 @@ def _all_but_the_last(batch: Batch, call: Call, chain: DraftChain) -> Drafted:
 
 def _cut_all(call: Call, made: Drafted, unread: int) -> None:
     """Every row's own drafts, as far as there was a choice, up to and with the first that ends it."""
-    finite = not any(-math.inf in scores for scores in made.scores)
-    if finite and not (unread or call.stop_ids or call.stop_logprob is not None) and min(call.counts) == max(call.counts):
+    finite = -math.inf not in itertools.chain.from_iterable(made.scores)
+    uniform = call.counts.count(call.counts[0]) == len(call.counts)
+    if finite and uniform and not (unread or call.stop_ids or call.stop_logprob is not None):
         return  # every row has all that was drafted
     for place, count in enumerate(call.counts):
         ids, scores = made.ids[place], made.scores[place]

@@ -22,7 +22,7 @@ from .draft_binding import DraftBinding, bind_draft, reasons_against
 from .grammar import Bitmask, Grammar, Grammars
 from .kinds import Block
 from .metrics import Metrics
-from .mtp_checks import FARTHEST, WHERE
+from .mtp_checks import FARTHEST, WHERE, equally_long
 from .mtp_device import DeviceMethods
 from .pool import BlockPool
 from .proposer import DraftProposer, Hiddens
@@ -305,8 +305,10 @@ class MtpProposer(DeviceMethods, DraftProposer):
         out: torch.Tensor | None = None,
     ) -> list[list[int]] | torch.Tensor | None:
         with self._lock:
-            also = {} if grammars is None else {"grammars": grammars}
-            self._same_length(last_tokens=last_tokens, target_hiddens=target_hiddens, positions=positions, states=states, **also)
+            if grammars is not None or not equally_long(target_hiddens, last_tokens, positions, states):
+                also = {} if grammars is None else {"grammars": grammars}
+                lists = {"last_tokens": last_tokens, "target_hiddens": target_hiddens, "positions": positions, "states": states}
+                self._same_length(**lists, **also)
             mine = self._all_mine(states)
             if out is not None:
                 extras = {"grammars": grammars, "stop_ids": self._stops(stop_ids) or None, "out_confidence": out_confidence}
@@ -343,11 +345,11 @@ class MtpProposer(DeviceMethods, DraftProposer):
         for state, position in zip(states, call.positions, strict=True):
             # The checks say what is wrong; that nothing is can be seen without them, which is most of a call's time.
             written = state.history.positions
-            lowest = written[-1] + 1 if written else 1
-            if state.unsettled or state.last_drafts or type(position) is not int or not lowest <= position <= FARTHEST:
+            newest = written[-1] if written else 0
+            if state.unsettled or state.last_drafts or type(position) is not int or not newest < position <= FARTHEST:
                 self._check_settled(state)
                 self._check_next(state, position)
-        held = [len(state.lease.blocks) for state in states]
+            call.before.append(len(written))
         entry = Entry(states, call.tokens, call.positions)
         try:
             self._choose_rows(call, states, num_drafts)
@@ -357,7 +359,8 @@ class MtpProposer(DeviceMethods, DraftProposer):
                 self._enter(call, entry)
         except BaseException:
             entry.undo()
-            self._give_back(states, held)
+            for state in states:
+                self.pool.shrink(state.lease, state.rows)  # nobody has blocks beyond those of its rows between calls
             raise
         drafts, logprobs = made.ids, made.scores
         if len(call.rows) < len(states):
@@ -377,7 +380,7 @@ class MtpProposer(DeviceMethods, DraftProposer):
         self._deferred = None if made.deferred is None else (states[0], made.deferred)
         if out_confidence is not None:
             out_confidence[:] = logprobs
-        return [list(ids) for ids in drafts]
+        return [ids[:] for ids in drafts]
 
     def _enter(self, call: drafting.Call, entry: Entry) -> None:
         """What is known of a propose before its drafts are."""
@@ -410,8 +413,9 @@ class MtpProposer(DeviceMethods, DraftProposer):
         limit, kind = self.runner.max_position, self.kind
         count = kind.drafts(num_drafts, max(call.positions), limit)
         if count >= 1 and count == kind.drafts(num_drafts, 0, None):  # the farthest sequence drafts all, so every one does
-            more, size = kind.writes(count), self.pool.block_size
-            if all(len(s.history.positions) + more <= len(s.lease.blocks) * size for s in states):
+            leases, more = [state.lease for state in states], kind.writes(count)
+            if self._cover(leases, call.before, more):
+                call.slots = self.pool.slots_of(leases, call.before, more) if more else ([], {})
                 call.rows, call.counts, call.states = list(range(len(states))), [count] * len(states), list(states)
                 return
         for row, (state, position) in enumerate(zip(states, call.positions, strict=True)):
@@ -433,6 +437,7 @@ class MtpProposer(DeviceMethods, DraftProposer):
             call.tokens = [call.tokens[row] for row in call.rows]
             call.hiddens = [call.hiddens[row] for row in call.rows]
             call.positions = [call.positions[row] for row in call.rows]
+            call.before = [call.before[row] for row in call.rows]
 
     def _grammars(self, given: Sequence[Grammar | None], num_drafts: int) -> Grammars | None:
         """The grammars of a call, checked; None when there are none."""

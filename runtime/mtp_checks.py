@@ -128,7 +128,10 @@ class Checks:
 
     def _check_hiddens(self, hiddens: Hiddens) -> None:
         size, device = self.runner.hidden_size, self.runner.device
-        if not isinstance(hiddens, (torch.Tensor, list)):
+        if isinstance(hiddens, torch.Tensor) and hiddens.shape[1:] == (size,) and hiddens.is_floating_point():
+            if hiddens.device == device:
+                return
+        elif not isinstance(hiddens, (torch.Tensor, list)):
             self._rows_of(hiddens)
         for row in [hiddens] if isinstance(hiddens, torch.Tensor) else hiddens:
             dims = 2 if row is hiddens else 1
@@ -184,6 +187,18 @@ class Checks:
             what = "one layer's hidden" if layers == 1 else f"hiddens of {layers} layers"
             self._refuse(f"this drafter takes {what}", "target_hidden_stack", f"[{layers}, H]", shown(stack), hint)
         return stack.reshape(-1)
+
+
+def equally_long(hiddens: Any, *lists: Any) -> bool:
+    """Whether all have as many items; not where one is no list."""
+    try:
+        count = hiddens.shape[0] if isinstance(hiddens, torch.Tensor) else len(hiddens)  # a tensor's len takes thrice as long
+        for items in lists:
+            if len(items) != count:
+                return False
+    except (TypeError, IndexError):
+        return False
+    return True
 
 
 def _countable(items: Any) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .metrics import Metrics
 from .mtp_checks import Checks
-from .pool import BlockPool
+from .pool import BlockPool, Lease
 from .state import MtpProposerState
 
 
@@ -28,6 +28,13 @@ class Memory(Checks):
             return False
         self.metrics.peak_blocks = max(self.metrics.peak_blocks, self.pool.held)
         return True
+
+    def _cover(self, leases: Sequence[Lease], rows: Sequence[int], more: int) -> bool:
+        """Blocks for `more` rows beyond rows[i] of each: all or, not counted as a refusal, none."""
+        covered = self.pool.cover(leases, rows, more)
+        if covered:
+            self.metrics.peak_blocks = max(self.metrics.peak_blocks, self.pool.held)
+        return covered
 
     def _give_back(self, states: Sequence[MtpProposerState], held: Sequence[int]) -> None:
         """After a failed call: every state has the blocks that it had before."""

@@ -59,12 +59,19 @@ class Lease:
         self.blocks: list[int] = []
         self.version = 0
         """Of `blocks`: who copied them knows by it whether the copy is still true."""
+        self.since = 0
+        """The version that was copied last; of its blocks, the leading `steady` ones are still there."""
+        self.steady = 0
         self.promised = promised
 
     @property
     def outstanding(self) -> int:
         """Promised blocks not taken yet."""
         return max(self.promised - len(self.blocks), 0)
+
+    def copied(self) -> None:
+        """`blocks` were copied as they are."""
+        self.since, self.steady = self.version, len(self.blocks)
 
 
 def _call_all(callbacks: Mapping[Any, Callable[[], None]]) -> None:
@@ -207,19 +214,19 @@ class BlockPool:
 
     def slots(self, lease: Lease, first: int, count: int) -> Sequence[int]:
         """Storage slots (block * block_size + offset) of rows first..first+count-1, which the lease holds: not checked."""
-        return self.slots_of([lease], [first], [count])[0]
+        blocks, size = lease.blocks, self.block_size
+        return [blocks[row // size] * size + row % size for row in range(first, first + count)]
 
-    def slots_of(self, leases: Sequence[Lease], firsts: Sequence[int], counts: Sequence[int]) -> list[Sequence[int]]:
-        """`slots` of several leases."""
-        size, found = self.block_size, []
-        for lease, first, count in zip(leases, firsts, counts, strict=True):
-            blocks, offset = lease.blocks, first % size
-            if count and offset + count <= size:  # in one block, as a propose's rows are as a rule
-                start = blocks[first // size] * size + offset
-                found.append(range(start, start + count))
-            else:
-                found.append([blocks[row // size] * size + row % size for row in range(first, first + count)])
-        return found
+    def slots_of(self, leases: Sequence[Lease], firsts: Sequence[int], count: int) -> tuple[list[int], dict[int, Sequence[int]]]:
+        """Slots of `count` rows of each lease, from row firsts[i] on, which the lease holds: not checked. The first one's of
+        each lease, and all of those leases, by place, whose rows go over to another block."""
+        size, starts, apart = self.block_size, [], {}
+        for lease, first in zip(leases, firsts, strict=True):
+            offset = first % size
+            if offset + count > size:
+                apart[len(starts)] = self.slots(lease, first, count)
+            starts.append(lease.blocks[first // size] * size + offset)
+        return starts, apart
 
     # -- leases ------------------------------------------------------------------------------------------------
 
@@ -256,12 +263,28 @@ class BlockPool:
                 raise
             fault = Fault("are none", where=WHERE, subject="needs", expected="pairs (lease, rows)", got=shown(needs))
             raise RuntimeUseError(fault) from None
-        wanted = [(self._own(lease), max(self._blocks(rows) - len(lease.blocks), 0)) for lease, rows in needs]
-        beyond = sum(max(count - lease.outstanding, 0) for lease, count in wanted)
-        if beyond > len(self._free) - self._promised:
+        return self._take([(self._own(lease), self._blocks(rows) - len(lease.blocks)) for lease, rows in needs])
+
+    def cover(self, leases: Sequence[Lease], rows: Sequence[int], more: int) -> bool:
+        """As `grow`, for `more` rows beyond rows[i] of each lease. Nothing is checked: part of every propose."""
+        size, wanted = self.block_size, []
+        for lease, held in zip(leases, rows, strict=True):
+            lacks = held + more - len(lease.blocks) * size
+            if lacks > 0:
+                wanted.append((lease, -(-lacks // size)))
+        return not wanted or self._take(wanted)
+
+    def _take(self, wanted: Sequence[tuple[Lease, int]]) -> bool:
+        """So many free blocks to each lease: all or, returning False, none."""
+        free = self._free
+        beyond = sum([max(count - lease.outstanding, 0) for lease, count in wanted])
+        if beyond > len(free) - self._promised:
             return False
         for lease, count in wanted:
-            self._set_blocks(lease, lease.blocks + [self._free.pop() for _ in range(count)])
+            if count > 0:
+                before = lease.outstanding
+                lease.blocks += [free.pop() for _ in range(count)]
+                self._changed(lease, before)
         return True
 
     def shrink(self, lease: Lease, rows: int) -> None:
@@ -269,8 +292,11 @@ class BlockPool:
         keep = self._blocks(whole(rows, "rows", WHERE))
         blocks = self._own(lease).blocks
         if len(blocks) > keep:
-            self._free.extend(reversed(blocks[keep:]))
-            self._set_blocks(lease, blocks[:keep])
+            before, dropped = lease.outstanding, blocks[keep:]
+            del blocks[keep:]
+            self._free.extend(reversed(dropped))
+            lease.steady = min(lease.steady, keep)
+            self._changed(lease, before)
 
     def close(self, lease: Lease) -> None:
         """Give everything back, the promise too. Closing twice does nothing."""
@@ -280,9 +306,9 @@ class BlockPool:
             self._leases.remove(lease)
             self._promised -= lease.outstanding
 
-    def _set_blocks(self, lease: Lease, blocks: list[int]) -> None:
-        before = lease.outstanding
-        lease.blocks, lease.version = blocks, next(_VERSIONS)
+    def _changed(self, lease: Lease, before: int) -> None:
+        """The lease has other blocks than when `before` were outstanding."""
+        lease.version = next(_VERSIONS)
         self._promised += lease.outstanding - before
 
     def _own(self, lease: Lease) -> Lease:
@@ -300,8 +326,8 @@ class BlockPool:
         blocks = self._own(lease).blocks
         before = lease.outstanding
         lease.promised -= min(len(blocks), lease.promised)
-        lease.blocks, lease.version = [], next(_VERSIONS)
-        self._promised += lease.outstanding - before
+        lease.blocks, lease.steady = [], 0
+        self._changed(lease, before)
         self._loaned.update(blocks)
         return blocks
 
@@ -315,7 +341,9 @@ class BlockPool:
             raise RuntimeUseError(Fault("the lease already holds blocks", got=str(len(lease.blocks)), expected="none"))
         self._check_loaned(blocks)
         self._loaned.difference_update(blocks)
-        self._set_blocks(lease, list(blocks))
+        before = lease.outstanding
+        lease.blocks = list(blocks)
+        self._changed(lease, before)
 
     def free(self, blocks: Sequence[int]) -> None:
         """Give loaned blocks back.

@@ -38,6 +38,7 @@ MASKED = "_masked"
 MASKED_OUTPUT = "masked_"
 """What the names of their outputs begin with: else they are as those of `draft`."""
 Function = TypeVar("Function", bound=Callable[..., Any])
+_set_grad_enabled: Callable[[bool], object] = getattr(torch._C, "_set_grad_enabled", torch.set_grad_enabled)
 
 
 class no_autograd:
@@ -63,11 +64,11 @@ class no_autograd:
                     return function(*args, **options)
             if not torch.is_grad_enabled():
                 return function(*args, **options)
-            torch.set_grad_enabled(False)  # a context manager costs several times as much
+            _set_grad_enabled(False)  # a context manager, or the public class, costs several times as much
             try:
                 return function(*args, **options)
             finally:
-                torch.set_grad_enabled(True)
+                _set_grad_enabled(True)
 
         return inner  # type: ignore[return-value]
 
@@ -101,31 +102,46 @@ class DraftChain(NamedTuple):
 
 
 class Blocks(Protocol):
-    """Cache blocks of one sequence; `version` differs whenever they do, from all that any sequence ever had."""
+    """Cache blocks of one sequence; `version` differs whenever they do, from all that any sequence ever had. The leading
+    `steady` ones are those of version `since`, which `copied` makes the present one."""
 
     blocks: list[int]
     version: int
+    since: int
+    steady: int
+
+    def copied(self) -> None: ...
 
 
 class ChainRows(NamedTuple):
     """A chain's rows as plain integers, one item each, from a caller that vouches for them.
 
-    tokens, positions: the newest token and its position. before: cache rows before it. slots: where its row and those of
-    the next steps are written; a row stops where they end. blocks: where its cache lies.
+    tokens, positions: the newest token and its position. before: cache rows before it. counts: steps that a row makes.
+    starts: the slot of its first step's row; those of the next steps follow it, but for the rows that `apart` has all slots
+    of. blocks: where its cache lies.
     """
 
-    tokens: Sequence[int]
-    positions: Sequence[int]
-    before: Sequence[int]
-    slots: Sequence[Sequence[int]]
+    tokens: list[int]
+    positions: list[int]
+    before: list[int]
+    counts: list[int]
+    starts: list[int]
+    apart: Mapping[int, Sequence[int]]
     blocks: Sequence[Blocks]
+
+    def slots(self) -> list[Sequence[int]]:
+        """counts[i] slots of every row."""
+        beside = enumerate(zip(self.starts, self.counts, strict=True))
+        return [self.apart[row] if row in self.apart else range(start, start + count) for row, (start, count) in beside]
 
     def part(self, first: int, count: int) -> ChainRows:
         """`count` of the rows."""
         if count == len(self.tokens):
             return self
         cut = slice(first, first + count)
-        return ChainRows(self.tokens[cut], self.positions[cut], self.before[cut], self.slots[cut], self.blocks[cut])
+        tokens, positions, before, counts, starts, _, blocks = self
+        apart = {row - first: slots for row, slots in self.apart.items() if first <= row < first + count}
+        return ChainRows(tokens[cut], positions[cut], before[cut], counts[cut], starts[cut], apart, blocks[cut])
 
 
 class DraftRunner(abc.ABC):

@@ -299,21 +299,24 @@ def _peer_section(rows: Sequence[dict[str, Any]]) -> Section:
 
 
 class _Sequences:
-    """n sequences of a real proposer, with `context` rows each, that draft again and again and have nothing accepted."""
+    """n sequences of a real proposer, with `context` rows and a few each, that draft again and again and have nothing accepted.
+    Their rows end at different places of a block, so that nearly every call of many sequences needs a block for some."""
 
     def __init__(self, runner: CompiledRunner, n: int, context: int, calls: int, steps: int):
-        rows = context + 2 * (calls + WARMUP) + steps + BLOCK_SIZE
+        rows = context + 2 * (calls + WARMUP) + steps + 2 * BLOCK_SIZE
         pool = BlockPool(runner.circuit, blocks=n * -(-rows // BLOCK_SIZE), block_size=BLOCK_SIZE, device=runner.device)
         self.proposer = MtpProposer(runner, pool)
         self.states = [self.proposer.alloc_state() for _ in range(n)]
         self.steps = steps
         generator = torch.Generator().manual_seed(n)
-        shape, act = (context, runner.hidden_size), TORCH_DTYPES[runner.circuit.act]
-        for state in self.states:
-            tokens = torch.randint(0, runner.vocab_size, (context + 1,), generator=generator).tolist()
-            written = self.proposer.prefill_drafter(tokens, torch.randn(shape, device=runner.device, dtype=act), state)
-            if written != context:
-                raise CircuitgraphError(Fault("prefill refused", expected=f"{context} rows", got=str(written)))
+        act = TORCH_DTYPES[runner.circuit.act]
+        for index, state in enumerate(self.states):
+            own = context + index * BLOCK_SIZE // n
+            tokens = torch.randint(0, runner.vocab_size, (own + 1,), generator=generator).tolist()
+            hiddens = torch.randn(own, runner.hidden_size, device=runner.device, dtype=act)
+            written = self.proposer.prefill_drafter(tokens, hiddens, state)
+            if written != own:
+                raise CircuitgraphError(Fault("prefill refused", expected=f"{own} rows", got=str(written)))
         self.tokens = torch.randint(0, runner.vocab_size, (n,), generator=generator).tolist()
         self.hiddens = torch.randn(n, runner.hidden_size, device=runner.device, dtype=act)
 
@@ -352,13 +355,9 @@ class _Sequences:
 
 def _proposer(runner: CompiledRunner, ceiling: Ceiling, n: int, plan: GpuPlan) -> dict[str, Any]:
     sequences = _Sequences(runner, n, plan.context, plan.calls, plan.steps)
-    for _ in range(WARMUP):
-        sequences.singles()
-        sequences.batch()
-    batches, singles = [], []
-    for _ in range(plan.calls):
-        singles.append(sequences.singles())
-        batches.append(sequences.batch())
+    # One after the other, as a server does one of the two: in turns, each would find the other's block tables staged.
+    singles = [sequences.singles() for _ in range(WARMUP + plan.calls)][WARMUP:]
+    batches = [sequences.batch() for _ in range(WARMUP + plan.calls)][WARMUP:]
     replay = newest_graph(runner)
     gpu = ceiling.take_turns({"chain": replay}, plan.rounds)["chain"]
     bare = _bare_us(replay, sequences.hiddens, plan)

@@ -16,6 +16,7 @@ from circuitgraph.measure.cases import Case, Span, make_case
 from circuitgraph.measure.routing import sure_rows
 from circuitgraph.ops import PagedKV
 from circuitgraph.runtime import CompiledRunner
+from circuitgraph.runtime.runner import Blocks, ChainRows
 
 ARTIFACTS: str | None = None
 """The folder of --artifacts, for tests that cannot take fixtures."""
@@ -132,6 +133,16 @@ class Kept:
         return made
 
 
+def plain_rows(case: Case, before: list[int], slots: torch.Tensor, blocks: Sequence[Blocks]) -> ChainRows:
+    """A case as proposers hand it over; `slots` int32[steps, n], -1 where a row has stopped. Every other row's slots are given
+    one by one, also where they follow each other."""
+    written = [[slot for slot in row if slot >= 0] for row in slots.T.tolist()]
+    beside = [all(slot == row[0] + step for step, slot in enumerate(row)) for row in written]
+    apart = {i: row for i, row in enumerate(written) if i % 2 or not beside[i]}
+    counts, starts = [len(row) for row in written], [row[0] if row else 0 for row in written]
+    return ChainRows(case.inputs["token"].tolist(), case.inputs["position"].tolist(), before, counts, starts, apart, blocks)
+
+
 def recorded(runner: CompiledRunner) -> bool:
     """Whether all that the runner has run since `Kept` was made was replayed in the end."""
     return bool(runner._graphs) and all(chain.newest is not None for chain in runner._graphs.values())
@@ -206,6 +217,11 @@ class Table:
 
     blocks: list[int]
     version: int
+    since: int = 0
+    steady: int = 0
+
+    def copied(self) -> None:
+        self.since, self.steady = self.version, len(self.blocks)
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -231,9 +247,13 @@ def check(runner: CompiledRunner, case: Case, entry: str, got: tuple[dict, dict]
     if entry in ("draft", "draft_masked"):
         logits = meant["logits"][live].float()
         spread = logits.std(dim=-1)
+        tokens = scored_tokens(runner, logits.shape[1])
         if entry == "draft_masked":
-            logits = logits.masked_fill(~allowed_columns(case.inputs["allowed"][live], logits.shape[1]), float("-inf"))
-        chosen = logits.gather(1, made["draft"][live, None].long())[:, 0]
+            logits = logits.masked_fill(~allowed_tokens(case.inputs["allowed"][live], tokens), float("-inf"))
+        drafts = made["draft"][live].long()
+        columns = torch.searchsorted(tokens, drafts).clamp(max=len(tokens) - 1)
+        assert torch.equal(tokens[columns], drafts), "a token that is not scored"
+        chosen = logits.gather(1, columns[:, None])[:, 0]
         assert (logits.amax(-1) - chosen <= 8 * limit * spread).all(), "a token that is not among the best"
         assert (made["logprob"][live] - (chosen - logits.logsumexp(-1))).abs().max() <= 8 * limit * spread.max()
 
@@ -246,10 +266,15 @@ def comparable(runner: CompiledRunner, case: Case) -> torch.Tensor:
     return rows[sure_rows(runner.circuit, case.inputs, runner.weights, case.copy_caches())[: case.live]]
 
 
-def allowed_columns(mask: torch.Tensor, columns: int) -> torch.Tensor:
-    """bool[rows, columns] of a bitmask int32[rows, words]."""
-    column = torch.arange(columns, device=mask.device)
-    return ((mask[:, column // 32] >> (column % 32).to(torch.int32)) & 1) == 1
+def scored_tokens(runner: CompiledRunner, columns: int) -> torch.Tensor:
+    """The target's id of each column of the logits, int64[columns], rising."""
+    own = torch.arange(columns, device=runner.device)
+    return own if runner._offsets is None else own + runner._offsets.long()
+
+
+def allowed_tokens(mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """bool[rows, tokens] of a bitmask int32[rows, words]."""
+    return ((mask[:, tokens // 32] >> (tokens % 32).to(torch.int32)) & 1) == 1
 
 
 def check_caches(case: Case, got, want, limit: float) -> None:

@@ -27,6 +27,7 @@ import tvm
 
 import circuitgraph
 from circuitgraph.checkpoint import bind, default_config
+from circuitgraph.circuit.restrict import restrict_vocabulary
 from circuitgraph.circuit.text import format_circuit
 from circuitgraph.kernels.cuda.backend import make_backend
 from circuitgraph.kernels.cuda.build import HOST
@@ -56,7 +57,8 @@ class Case:
     """One artifact: the fixture `model`'s config at other sizes, with random weights, in some dtypes and numbers of rows.
 
     model: or a family's file, whose example is the config. sizes: over `SIZES`, or over the example; None takes the fixture as
-    it is, whose weights are its own. storage: of quantised weights, see `measure.shapes.state_storage`.
+    it is, whose weights are its own. storage: of quantised weights, see `measure.shapes.state_storage`. tokens: those alone that
+    the head scores.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Case:
     program: str = "mtp_dense"
     storage: Mapping[str, str] = field(default_factory=dict)
     block: int = 1
+    tokens: Sequence[int] | None = None
 
     def rows(self, entry: str) -> Sequence[int]:
         """Of the programs of an entry; `block` rows of each sequence draft at once."""
@@ -156,6 +159,7 @@ CASES = (
     # Every width on every template: streams, tiles and paged attention in both dtypes, plain kernels in all three.
     Case("few_bf16", widths=(1, 2, 3, 5, 8), entries=MASKED),
     Case("more_bf16", widths=(1, 9, 16, 17, 32, 33, 64), context_rows=(64, 200), entries=MASKED),
+    Case("listed_bf16", tokens=(*range(3, 1500, 2), 1999, 2111), widths=(1, 3, 9), entries=MASKED),
     Case("aligned_f16", act="f16", wt="f16", kv="f16", widths=ALL, entries=STEP),
     Case("odd_bf16", sizes=ODD, widths=ALL, context_rows=(5,), entries=MASKED),
     Case("odd_f16", sizes=ODD, act="f16", wt="f16", kv="f16", widths=ALL, context_rows=(5,), entries=STEP),
@@ -355,6 +359,8 @@ def options_of(case: Case, folder: Path) -> dict[str, Any]:
 def plans_of(case: Case, target: Target = TARGET) -> list[Plan]:
     with tempfile.TemporaryDirectory() as folder:
         circuit = bind(case.program, **options_of(case, Path(folder))).circuit
+    if case.tokens is not None:
+        circuit, _ = restrict_vocabulary(circuit, case.tokens)
     rules = load_schedule(target.kind)
     pieces = work_list(circuit, case.entries, case.widths, case.context_rows)
     plans = [plan_piece(Run(), circuit, entry, rows, target.of_plans, rules) for entry, rows in pieces]
@@ -414,6 +420,7 @@ def build(case: Case, out: Path) -> Path:
             context_rows=case.context_rows,
             entries=case.entries,
             overwrite=True,
+            draft_vocab=case.tokens,
             **options_of(case, Path(folder)),
         )
     units = sorted((out / case.name / "src").glob("kernels.*.cu"), key=lambda file: int(file.suffixes[-2][1:]))

@@ -13,8 +13,7 @@ import torch
 
 from circuitgraph.measure.cases import Span
 from circuitgraph.runtime import load
-from circuitgraph.runtime.runner import ChainRows
-from tests.gpu.calls import Kept, Table, chain_slots, host_arguments, recorded, run, situation
+from tests.gpu.calls import Kept, Table, chain_slots, host_arguments, plain_rows, recorded, run, situation
 
 
 def main(folder: Path) -> None:
@@ -40,9 +39,7 @@ def packed(runner, n: int) -> None:
     spans = [Span(5 + i) for i in range(n)]
     case = situation(runner, "draft", n, 1, spans=spans)
     blocks = [Table(row.tolist(), version) for version, row in enumerate(case.caches["kv"].table, 1)]
-    written = [[slot for slot in row if slot >= 0] for row in chain_slots(case, 2).T.tolist()]
-    tokens, positions = case.inputs["token"].tolist(), case.inputs["position"].tolist()
-    rows = ChainRows(tokens, positions, [span.context for span in spans], written, blocks)
+    rows = plain_rows(case, [span.context for span in spans], chain_slots(case, 2), blocks)
     kept = Kept(runner, case)
     for _ in range(3):
         runner.start_chain(2, rows, case.inputs["hidden"], {name: (c.k, c.v) for name, c in kept.caches().items()})()

@@ -10,7 +10,7 @@ from circuitgraph.errors import CircuitgraphError
 from circuitgraph.measure.cases import Span
 from circuitgraph.measure.truth import LIMITS, check_draft, reference
 from tests import program_cases as golden_cases
-from tests.gpu.calls import allowed_columns, artifact_folder, check_caches, same_caches, situation
+from tests.gpu.calls import allowed_tokens, artifact_folder, check_caches, same_caches, situation
 from tests.gpu.direct import live_rows, open_direct, perturbed, with_caches, worst
 
 
@@ -39,7 +39,8 @@ def check(direct, case, entry, got) -> None:
         assert same_caches(got[1], case.caches)
     if entry.endswith("_masked"):  # scores and masks are of the head's own ids
         made, meant = ({key.removeprefix("masked_"): value for key, value in values.items()} for values in (made, meant))
-        allowed = allowed_columns(case.inputs["allowed"][: case.live], meant["logits"].shape[-1])
+        own = torch.arange(meant["logits"].shape[-1], device=direct.device)
+        allowed = allowed_tokens(case.inputs["allowed"][: case.live], own)
         lowest = meant["logits"].amin(-1, keepdim=True)  # far from the best, and the spread stays what it is
         meant["logits"] = torch.where(allowed, meant["logits"], lowest)
     if "draft" in made:

@@ -10,7 +10,8 @@ import torch
 
 from circuitgraph.measure.cases import Case, Span
 from circuitgraph.runtime import CompiledRunner, DraftRunner, load
-from circuitgraph.runtime.runner import ChainRows
+from circuitgraph.runtime.cuda import MOST_PLACES, _Chain
+from circuitgraph.runtime.runner import ChainRows, DraftChain, Drafts
 from tests.gpu.calls import (
     CONTEXTS,
     Kept,
@@ -23,6 +24,7 @@ from tests.gpu.calls import (
     error,
     has_entry,
     host_arguments,
+    plain_rows,
     recorded,
     reference,
     run,
@@ -119,20 +121,53 @@ def test_chain_of_plain_integers(artifact, steps, runners):
                 now = varied(runner, case, turn, roll=False)
                 slots, ours, theirs = chain_slots(now, steps), kept.caches(now), now.copy_caches()
                 inputs = (now.inputs["token"], now.inputs["hidden"], now.inputs["position"])
-                written = [[slot for slot in row if slot >= 0] for row in slots.T.tolist()]
-                rows = ChainRows(inputs[0].tolist(), inputs[2].tolist(), [span.context for span in spans], written, blocks)
+                rows = plain_rows(now, [span.context for span in spans], slots, blocks)
                 storage = {"kv": (ours["kv"].k, ours["kv"].v)}
                 drafts, logprobs = runner.start_chain(steps, rows, inputs[1], storage, **mask(now))()
                 assert turn == 0 or recorded(runner)
                 before = dict(runner._graphs)
                 want = runner.chain(steps, *inputs, theirs, slots, **mask(now))
-                for i, row in enumerate(written):
-                    assert drafts[i][: len(row)] == want.drafts[i, : len(row)].tolist()
-                    assert logprobs[i][: len(row)] == want.logprobs[i, : len(row)].tolist()
+                check_lists(rows, (drafts, logprobs), want)
                 assert same_caches(ours, theirs)
                 torch.cuda.synchronize(runner.device)
                 for key in [key for key in runner._graphs if key not in before]:
                     del runner._graphs[key]
+
+
+def check_lists(rows: ChainRows, got: Drafts, want: DraftChain) -> None:
+    for i, count in enumerate(rows.counts):
+        assert got[0][i][:count] == want.drafts[i, :count].tolist()
+        assert got[1][i][:count] == want.logprobs[i, :count].tolist()
+
+
+def test_hiddens_are_read_where_they_lie_or_copied(small, runners):
+    """A server's hiddens mostly come in the same memory: with other values each time, in memory of other kinds in between, and in
+    more places than there are graphs for. The wanted ones come from a graph that copies them."""
+    runner = runners(small)
+    for n in [width for width in (*runner.widths, 7) if width <= 16]:
+        spans = [Span(5 + i) for i in range(n)]
+        case = situation(runner, "draft", n, 5, spans=spans)
+        kept, slots = Kept(runner, case), chain_slots(case, 2)
+        blocks = [Table(row.tolist(), version) for version, row in enumerate(case.caches["kv"].table, 1)]
+        shape, dtype = case.inputs["hidden"].shape, case.inputs["hidden"].dtype
+        flat = torch.zeros(9 * (case.inputs["hidden"].numel() + 8), dtype=dtype, device=runner.device)
+        homes = [flat[i * (len(flat) // 9 // 8 * 8) :][: shape.numel()].view(shape) for i in range(6)]
+        wide = torch.zeros(shape[0], 2 * shape[1], dtype=dtype, device=runner.device)[:, : shape[1]]
+        odd = flat[6 * (len(flat) // 9 // 8 * 8) + 1 :][: shape.numel()].view(shape)
+        other = torch.zeros(shape, dtype=torch.float32 if dtype != torch.float32 else torch.float16, device=runner.device)
+        visited = [*homes[:1] * 4, odd, odd, wide, wide, other, other, homes[0], *(home for home in homes for _ in range(4))]
+        for turn, home in enumerate(visited, 1):
+            now = varied(runner, case, turn, roll=False)
+            home.copy_(now.inputs["hidden"])
+            ours, theirs = kept.caches(now), now.copy_caches()
+            rows = plain_rows(now, [span.context for span in spans], slots, blocks)
+            got = runner.start_chain(2, rows, home, {"kv": (ours["kv"].k, ours["kv"].v)})()
+            home.zero_()  # nobody reads it from here on
+            hidden = now.inputs["hidden"] if home is not other else now.inputs["hidden"].to(other.dtype).to(dtype)
+            check_lists(rows, got, runner.chain(2, now.inputs["token"], hidden, now.inputs["position"], theirs, slots))
+            assert same_caches(ours, theirs)
+        chains = [graph for graph in runner._graphs.values() if isinstance(graph, _Chain)]
+        assert max(len(chain.places) for chain in chains) == MOST_PLACES
 
 
 def moved(case: Case, row: int) -> Case:

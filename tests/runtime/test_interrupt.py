@@ -150,11 +150,12 @@ def chain_of(steps: int, n: int, launched: list[list[int]]) -> _Chain:
     chain.often = n + 2 * steps * n
     chain.pinned = torch.zeros(chain.often, dtype=torch.int32)
     chain.cells = (ctypes.c_int32 * chain.often).from_address(chain.pinned.data_ptr())
-    chain.ramp = torch.arange(steps, dtype=torch.int32)[:, None]
+    chain.ramps = torch.arange(steps, dtype=torch.int32)[:, None].expand(2, steps, 1)
     chain.starts = torch.zeros(2, 1, n, dtype=torch.int32)
     chain.starts_cells = (ctypes.c_int32 * (2 * n)).from_address(chain.starts.data_ptr())
     chain.counted = chain.pinned[n:].view(2, steps, n)
     chain.hidden, chain.allowed, chain.tables, chain.unread = torch.zeros(n, 4), None, [0] * n, False
+    chain.place, chain.places = None, set()
     chain.copied = SimpleNamespace(query=lambda: True)  # type: ignore[assignment]
     chain.result = chain.pinned_result = torch.zeros(2, steps, n, dtype=torch.int32)
     chain.readings = {}
@@ -164,7 +165,7 @@ def chain_of(steps: int, n: int, launched: list[list[int]]) -> _Chain:
 
 def rows_of(token: int) -> ChainRows:
     blocks = [SimpleNamespace(blocks=[0], version=0)] * 2
-    return ChainRows([token] * 2, [token] * 2, [0, 0], [range(token, token + 3)] * 2, blocks)
+    return ChainRows([token] * 2, [token] * 2, [0, 0], [3, 3], [token] * 2, {}, blocks)
 
 
 def test_page_locked_integers_are_written_once_the_interrupted_chain_has_read_them(monkeypatch):

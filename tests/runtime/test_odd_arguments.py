@@ -317,7 +317,7 @@ ELSEWHERE = {
 }  # fmt: skip
 """Names of values, of what the runtime makes itself, and of interfaces, whose implementations are here."""
 INTERNAL = {
-    "claim", "pick", "place_accepted", "place_chain", "release", "scores", "slots", "slots_of", "start_chain", "used_by",
+    "claim", "cover", "pick", "place_accepted", "place_chain", "release", "scores", "slots", "slots_of", "start_chain", "used_by",
 }  # fmt: skip
 """Methods that a proposer calls and a server does not: what they are given has been looked at."""
 

@@ -7,7 +7,7 @@ predecessor, all other loads are in flight before the first is needed, and a thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from tvm.tirx.script import builder as T
 
 from ...circuit.ir import Node
 from ...circuit.types import StateType, TensorType
+from ...ops.linear import MASK_BITS
 from ...plan.fuse import APPENDS
 from ...plan.ir import VIEWS
 from .values import do, hold, load, load_int, put, register, sigmoid, silu, store, wide
@@ -34,6 +35,7 @@ OPS = frozenset(
         "cat",
         "columns",
         "embed",
+        "own_mask",
         "part",
         "rms_norm",
         "rope",
@@ -82,6 +84,19 @@ class Spread:
         return next((index for index, own in enumerate(self.columns) if own is column), None)
 
 
+def upstream(nodes: Sequence[Node], names: Iterable[str], known: Container[str] = ()) -> list[Node]:
+    """Those of `nodes` that `names` are computed from, in program order. What is `known` is not computed."""
+    producer = {value.name: node for node in nodes for value in node.outputs}
+    wanted, stack = set(), list(names)
+    while stack:
+        name = stack.pop()
+        node = producer.get(name)
+        if node is not None and name not in known and node.name not in wanted:
+            wanted.add(node.name)
+            stack += node.inputs
+    return [node for node in nodes if node.name in wanted]
+
+
 class Evaluator:
     """Values of one group at a place. `known` gives values that were computed by other means."""
 
@@ -112,15 +127,7 @@ class Evaluator:
         return (1, *dims)[-2:] if dims else (1, 1)
 
     def upstream(self, names: Iterable[str]) -> list[Node]:
-        """The group's nodes that `names` are computed from, in program order."""
-        wanted, stack = set(), list(names)
-        while stack:
-            name = stack.pop()
-            node = self.producer.get(name)
-            if node is not None and name not in self.known and node.name not in wanted:
-                wanted.add(node.name)
-                stack += node.inputs
-        return [node for node in self.nodes if node.name in wanted]
+        return upstream(self.nodes, names, self.known)
 
     def prepare(self, names: Iterable[str], row: Any, head: Any, total: Callable[[Any, int], Any]) -> None:
         """Compute what is one number for a row or head. `total(term, columns)` sums term(column) over a head."""
@@ -229,6 +236,21 @@ class Evaluator:
                 put(result, self.at(name, Place(place.row, 0, 0)))
         return result[0]
 
+    def _own_mask(self, node: Node, place: Place) -> Any:
+        """A word of a mask: bit c is bit c + offsets[c] of the target's. Offsets that lead out of it give 0, as on the CPU."""
+        allowed, offsets = (self.env.buffer(name) for name in node.inputs)
+        bits = register("uint32", name="bits")
+        put(bits, T.uint32(0))
+        with T.serial(0, MASK_BITS) as bit:
+            own = hold(place.column * MASK_BITS + bit, "int32", "own")
+            with T.If(own < int(offsets.shape[0])), T.Then():
+                target = hold(own + load_int(offsets, [own], constant=True), "int32", "target")
+                with T.If(T.And(target >= 0, target < int(allowed.shape[1]) * MASK_BITS)), T.Then():
+                    word = T.Cast("uint32", load_int(allowed, [place.row, T.floordiv(target, MASK_BITS)]))
+                    found = T.bitwise_and(T.shift_right(word, T.Cast("uint32", T.floormod(target, MASK_BITS))), T.uint32(1))
+                    put(bits, T.bitwise_or(bits[0], T.shift_left(found, T.Cast("uint32", bit))))
+        return hold(T.Cast("int32", bits[0]), "int32")
+
     def _target_ids(self, node: Node, place: Place) -> Any:
         """An id outside the table stays, as it does on the CPU."""
         offsets, result = self.env.buffer(node.inputs[1]), register("int32", name="id")
@@ -310,8 +332,8 @@ def refuse_rows(env_plan: Any, nodes: Sequence[Node], sinks: Sequence[str]) -> s
     if foreign:
         return f"no row-wise form of {', '.join(foreign)}"
     types = env_plan.circuit.types
-    flat = any(types[name].rank < 3 for name in sinks)
-    if flat and any(node.op == "rms_norm" and types[node.name].rank == 3 for node in nodes):
+    flat = upstream(nodes, (name for name in sinks if types[name].rank < 3))
+    if any(node.op == "rms_norm" and types[node.name].rank == 3 for node in flat):
         return "a norm per head feeds a value without heads"
     return None
 
