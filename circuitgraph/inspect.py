@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .circuit.ir import Circuit
 from .circuit.text import format_circuit
 from .errors import ArtifactError, CircuitError, Fault, did_you_mean
-from .pipeline import STAGES, Run, form_text, plan_piece
+from .pipeline import STAGES, Run, form_text, own_types, plan_piece
 from .places import find_program, is_artifact
 from .plan.ir import Plan
 from .plan.schedule import load_schedule
@@ -74,11 +74,12 @@ def stage_text(
     if stage == "pack":
         raise CircuitError(Fault("a program has no manifest", subject=str(program), hint="Give the artifact instead."))
     run = Run()
-    circuit = run("resolve", str(program), lambda: program_circuit(program, family=family, model=model, switches=switches))
+    parsed = parse_target(target or "cpu")
+    options: dict[str, Any] = {"family": family, "model": model, "switches": switches, "kind": parsed.kind}
+    circuit = run("resolve", str(program), lambda: program_circuit(program, **options))
     run("check", circuit.name, lambda: circuit)
     if stage in ("resolve", "check"):
         return format_circuit(circuit)
-    parsed = parse_target(target or "cpu")
     rules = load_schedule(parsed.kind, Path(schedule_file) if schedule_file else None)
     form = plan_piece(run, circuit, entry, width, parsed.of_plans, rules, stop_after=stage)
     if stage in run.seconds or stage == "plan":
@@ -117,8 +118,9 @@ def explain(
         records = _artifact_records(_open_artifact(Path(program), target), entry, width)
     else:
         run = Run()
-        circuit = run("resolve", str(program), lambda: program_circuit(program, family=family, model=model, switches=switches))
         parsed = parse_target(target or "cpu")
+        options: dict[str, Any] = {"family": family, "model": model, "switches": switches, "kind": parsed.kind}
+        circuit = run("resolve", str(program), lambda: program_circuit(program, **options))
         rules = load_schedule(parsed.kind, Path(schedule_file) if schedule_file else None)
         plan = plan_piece(run, circuit, entry, width, parsed.of_plans, rules)
         assert isinstance(plan, Plan)
@@ -140,15 +142,17 @@ def _explanation(record: Mapping[str, Any], context: int) -> Explanation:
     )
 
 
-def program_circuit(program: str | Path, *, family=None, model=None, switches=None) -> Circuit:
-    """The circuit of a program for a checkpoint's config, or for the family's example config."""
+def program_circuit(program: str | Path, *, family=None, model=None, switches=None, kind: str = "cpu") -> Circuit:
+    """The circuit of a program for a checkpoint's config, or for the family's example config, in the types that `compile`
+    takes for the target kind when weights are bf16."""
     from .checkpoint import load_circuit
 
     config = None
     if model is not None:
         path = Path(model)
         config = path / "config.json" if path.is_dir() else path
-    return load_circuit(program, family=family, config=config, switches=switches)
+    act, kv = (dtype or "bf16" for dtype in own_types(kind, None, None))
+    return load_circuit(program, family=family, config=config, switches=switches, act=act, kv=kv)
 
 
 def _program_text(program: str | Path) -> str:

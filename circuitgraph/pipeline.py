@@ -131,8 +131,8 @@ def compile(
     family: str | None = None,
     target_model: str | Path | None = None,
     switches: Mapping[str, Any] | None = None,
-    act: str = "f32",
-    kv: str = "f32",
+    act: str | None = None,
+    kv: str | None = None,
     wt: str | None = None,
     schedule_file: str | Path | None = None,
     quantize: Mapping[str, str] | None = None,
@@ -156,7 +156,9 @@ def compile(
         target_model: checkpoint folder of the target, where embed_tokens and lm_head are borrowed from.
         family: a family's name or YAML path; recognised from the config when left out.
         switches: overrides of the family's switches.
-        act, kv, wt: dtypes of activations, cache and (for random weights) weights: f32, bf16 or f16.
+        act, kv: dtypes of activations and cache: f32, bf16 or f16. Left out they are f32 on CPUs; on GPUs activations are as
+            most of the checkpoint's weights, and the cache as activations.
+        wt: dtype to convert weights to; left out, each keeps its own (random ones are bf16).
         schedule_file: schedule rules to use instead of the target's shipped ones.
         quantize: circuit weights, by name or pattern (`layer.*`), to the format that their copy in the artifact has:
             fp8 (e4m3, a scale a row), fp8-block (a scale for 128x128), int8 (a scale a row), nvfp4 or mxfp4. A name that
@@ -180,6 +182,8 @@ def compile(
         raise CircuitError(Fault(f"no stage '{stop_after}'", hint=did_you_mean(stop_after, STAGES)))
     if stop_after in (None, "pack"):
         check_output(out, overwrite=overwrite)
+    targets = parse_targets(target)
+    act, kv = own_types(targets[0].kind, act, kv)
     run = Run(observer, Path(dump) if dump else None)
     bound = bind_program(run, program, model, family, target_model, switches, act, kv, wt, not dequantise)
     if draft_vocab is not None or quantize:
@@ -189,7 +193,6 @@ def compile(
     if stop_after in ("load", "resolve", "check"):
         return CompileResult(None, bound.circuit, (), run.seconds, report=bound.report)
     pieces = work_list(bound.circuit, entries, widths, context_rows, also)
-    targets = parse_targets(target)
     rules = load_schedule(targets[0].kind, Path(schedule_file) if schedule_file else None)
     bound = _readable(bound, pieces, targets, rules, set(quantize or ()))
     # Stages of several architectures have the same names: what they leave is dumped in folders apart.
@@ -255,6 +258,12 @@ def _readable(
         if unread:
             bound = keeping_plain(bound.dequantising(unread), [name for name in unread if name in bound.made])
     return bound
+
+
+def own_types(kind: str, act: str | None, kv: str | None) -> tuple[str | None, str | None]:
+    """(act, kv) as `bind` takes them, with what a target is best at in place of None: CPUs compute in f32, and activations are
+    little; fast kernels of GPUs multiply what the weights are."""
+    return (act or "f32", kv or "f32") if kind == "cpu" else (act, kv)
 
 
 def bind_program(run: Run, program, model, family, target_model, switches, act, kv, wt, keep_packed: bool) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from ..artifact.manifest import SOURCES, WeightSpec
 from ..circuit.ir import Circuit, Storage
+from ..circuit.types import FLOAT_DTYPES
 from ..errors import CheckpointError, Fault, ProgramError, RuntimeUseError, did_you_mean
 from ..language.load import Program, load_program
 from ..language.resolve import Bindings, resolve
@@ -208,8 +210,8 @@ def bind(
     target_model: str | Path | None = None,
     family: str | Path | None = None,
     switches: Mapping[str, SwitchValue] | None = None,
-    act: str = "f32",
-    kv: str = "f32",
+    act: str | None = "f32",
+    kv: str | None = "f32",
     wt: str | None = None,
     host_dtype: str = "bf16",
     keep_packed: bool = False,
@@ -223,8 +225,9 @@ def bind(
             drafter's config says, or else those weights are asked from the host at load.
         family: a shipped name or a family file; left out, the config decides.
         switches: over the family's.
-        act, kv: dtypes of activations and cache. wt: convert all weights to it; left out, each keeps its own
-            (random ones are bf16).
+        act, kv: dtypes of activations and cache; None is that of the weights for activations (`wt`, or what most numbers of
+            the checkpoint are), and that of the activations for the cache. wt: convert all weights to it; left out, each
+            keeps its own (random ones are bf16).
         host_dtype: of weights that the host hands over, when `wt` does not say.
         keep_packed: weights that the checkpoint has quantised stay so in the circuit (`Circuit.storage`), for kernels that
             read them; else they are dequantised when they are loaded. A storage that the program itself states stays.
@@ -241,17 +244,27 @@ def bind(
     _check_values(loaded, chosen, config)
     _check_target(opened, config)
     decided = _decide(loaded, chosen, config, switches)
-    bindings = Bindings(config.values, decided, act, wt, kv)
+    bindings = Bindings(config.values, decided, act, wt, kv or act)
     circuit = _resolved(loaded, bindings, config)
     _check_block(circuit, chosen, config)
     account = Account(chosen, circuit, config, opened, wt, host_dtype)
     refs, rows = account.settle()
-    if wt is None:
-        bindings = replace(bindings, weight_dtypes={name: ref.dtype for name, ref in refs.items()})
-        circuit = resolve(loaded, bindings)
+    act = act or wt or _most_common(refs.values())
+    own = {name: ref.dtype for name, ref in refs.items()} if wt is None else {}
+    bindings = replace(bindings, act=act, kv=kv or act, weight_dtypes=own)
+    circuit = resolve(loaded, bindings)
     rope = {table.name: config.rope for table in circuit.tables if table.kind == "rope"}
     circuit = circuit.with_storage(_storage(circuit, refs, keep_packed))
     return BoundProgram(loaded.name, chosen.name, circuit, decided, refs, rope, config, opened, rows)
+
+
+def _most_common(refs: Iterable[TensorRef]) -> str:
+    """The float dtype that most plain numbers of the checkpoint have; of all weights where it stores none."""
+    floats = [ref for ref in refs if ref.dtype in FLOAT_DTYPES and ref.packed is None]
+    counts: Counter[str] = Counter()
+    for ref in [ref for ref in floats if ref.file is not None] or floats:
+        counts[ref.dtype] += math.prod(ref.shape)
+    return max(counts, key=counts.__getitem__, default="bf16")
 
 
 def _storage(circuit: Circuit, refs: Mapping[str, TensorRef], keep_packed: bool) -> dict[str, Storage]:

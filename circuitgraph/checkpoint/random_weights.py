@@ -45,7 +45,7 @@ def random_packed(weight: Weight, generator: torch.Generator) -> list[torch.Tens
     values, scales, *whole = ([int(dim) for dim in value.type.shape] for value in weight.tensors())  # type: ignore[union-attr]
     made = torch.randint(0, 256, values, generator=generator, dtype=torch.uint8, device=device)
     if storage.format == "fp8":
-        made[made & 127 == 127] -= 1  # the two that are NaN
+        made -= (made & 127 == 127).to(torch.uint8)  # the two that are NaN; in place, also in stacks of gigabytes
     elif storage.format == "int8":
         made[made == 128] = 127  # -128 is no number of a symmetric format
     aim = _scale(weight) / ROOT_MEAN_SQUARE[storage.format]

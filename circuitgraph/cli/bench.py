@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..measure import shapes
 from ..places import check_artifact, check_model, check_target
 from .common import out, parse_widths, print_json, table
 from .options import AsJson, Model, TargetModel, Threads
@@ -19,13 +20,6 @@ from .progress import CompileProgress, bar
 if TYPE_CHECKING:
     from ..measure.bench import BenchReport
     from ..measure.cuda import CudaReport
-
-SHAPE_NAMES = (
-    "dense8b, dense2b, dense8b-head-fp8, dense8b-head-int8, dense8b-head-nvfp4, dense8b-fp8, "
-    "dense8b-nvfp4, dense8b-mxfp4, tiny, qwen3-next-80b, glm-4.5-air, eagle3-8b, dflash-qwen3-8b, "
-    "medusa1-7b, deepseek-v3, deepseek-v3-fp8, attention, latent-attention"
-)
-"""Of `measure.shapes`, which is not imported for a help text; a test compares."""
 
 
 def bench(
@@ -44,7 +38,7 @@ def bench(
     seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="CPU: of measuring, per program and competitor.")] = 1.0,
     shape: Annotated[
         str | None,
-        typer.Option("--shape", help=f"Random weights in this shape: {SHAPE_NAMES}."),
+        typer.Option("--shape", help=f"Random weights in this shape: {', '.join(shapes.SHAPES)}."),
     ] = None,
     target: Annotated[
         str | None, typer.Option("--target", help="Without OUT: what to compile the shape for; left out, the GPU here.")
@@ -67,8 +61,9 @@ def bench(
 
     Medians of one run in which all competitors take turns. GB/s counts each weight once; the percentage is of the read
     bandwidth measured in between. torch.compile builds for each width first, which takes a while. On a GPU also chains,
-    the proposer around them, prefill, and runs of the single-row program. There, steps and prefill are compared with the
-    reference before they are timed, and chains with their steps.
+    the proposer around them, prefill, and runs of the single-row program; 'of floor' is of the longer of what a step's bytes
+    and its operations take at the ceilings measured in the same run, and of experts only those count that had rows. There,
+    steps and prefill are compared with the reference before they are timed, chains with their steps, torch's heads, too.
 
     \b
     circuitgraph bench drafter.cg --model drafter/ --target-model llm/
@@ -87,7 +82,6 @@ def bench(
     check_model(model)
     check_target(target_model)
     from ..measure import bench as cpu
-    from ..measure import shapes
 
     with contextlib.ExitStack() as stack:
         if artifact is None:
@@ -121,8 +115,6 @@ def bench(
 @contextlib.contextmanager
 def _compiled(name: str, target: str | None, widths: tuple[int, ...] | None) -> Iterator[Path]:
     """The shape as an artifact, for as long as it is measured."""
-    from ..measure import shapes
-
     shape = shapes.find_shape(name)
     target = target or shapes.target_here()
     with tempfile.TemporaryDirectory() as folder:

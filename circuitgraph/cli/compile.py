@@ -33,8 +33,12 @@ def compile_(
     family: Family = None,
     target_model: TargetModel = None,
     switches: Switches = None,
-    act: Annotated[FloatType, typer.Option("--act", help="Type of activations.")] = "f32",
-    kv: Annotated[FloatType, typer.Option("--kv", help="Type of the drafter's KV cache.")] = "f32",
+    act: Annotated[
+        FloatType | None, typer.Option("--act", help="Type of activations; left out, f32 on CPUs, on GPUs the checkpoint's.")
+    ] = None,
+    kv: Annotated[
+        FloatType | None, typer.Option("--kv", help="Type of the drafter's KV cache; left out, f32 on CPUs, on GPUs as --act.")
+    ] = None,
     wt: Annotated[
         FloatType | None, typer.Option("--wt", help="Convert weights to this type; left out, each keeps its own.")
     ] = None,

@@ -22,7 +22,8 @@ from ..runtime.binding import bind_weights
 from ..runtime.compiled import open_library
 from ..runtime.loading import load
 from . import attend, chains, entries
-from .gpu import ReadCeiling, describe_gpu, need_gpu
+from .ceiling import Ceiling
+from .gpu import MultiplyCeiling, ReadCeiling, describe_gpu, need_gpu
 from .gpu_plan import MODES, PARTS, GpuPlan
 from .report import Section, plain_table
 from .weights import bind_where_recorded, random_weights
@@ -62,6 +63,7 @@ class CudaReport:
         versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
         yield f"read ceiling {read['gb_per_s']:.0f} GB/s (median of {read['passes']} passes of {read['bytes'] / 1e9:.2f} GB,"
         yield f"best {read['best_gb_per_s']:.0f}; sums checked; {read['kernel']})"
+        yield f"arithmetic ceiling {read['tflop_per_s']:.0f} TFLOP/s ({read['product']})"
         yield f"{machine['device']}, driver {machine['driver']}; {versions}; {self.date}"
         yield self.method
         yield self.command
@@ -106,7 +108,7 @@ def bench_cuda(
     with torch.no_grad():
         bound = _bind(opened, model, target_model, weights, random, device, max(plan.context, plan.prefill) + 2048)
         functions = open_library(opened)
-        ceiling = chains.Ceiling(ReadCeiling())
+        ceiling = Ceiling(ReadCeiling(), MultiplyCeiling())
         tell = observer or (lambda *_: None)
         if attend.is_attention(manifest.circuit):
             sections = attend.measure(manifest, functions, device, ceiling, chosen, plan.rounds, tell)
@@ -132,10 +134,11 @@ def _widths(artifact: Artifact, plan: GpuPlan, where: str) -> list[int]:
     """Raises ArtifactError for widths, among those for peers, that were not compiled, and for unknown parts."""
     manifest = artifact.manifest
     drafting = {entry.name for entry in manifest.circuit.entries if entry.rows != "context"}
-    compiled = sorted({function.rows for function in manifest.functions.values() if function.entry in drafting})
+    functions = [function for function in manifest.functions.values() if function.entry in drafting]
+    compiled = sorted({function.rows // entries.block_of(manifest.circuit, function.entry) for function in functions})
     hint = f"Compiled: {', '.join(map(str, compiled)) or 'none'}."
     faults = [
-        Fault(f"has no program for {rows} rows", where=where, hint=hint)
+        Fault(f"has no program for {rows} sequences", where=where, hint=hint)
         for rows in dict.fromkeys([*(plan.widths or ()), *(plan.peer_widths or ())])
         if rows not in compiled
     ]

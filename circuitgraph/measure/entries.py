@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..artifact.manifest import Manifest
+from ..checkpoint.packed import dequantised
 from ..circuit.ir import Circuit
 from ..circuit.narrow import slice_entry
 from .calls import PreparedCall, workspace_of
 from .cases import Case
-from .chains import Ceiling, device_case, step_bytes
+from .ceiling import Ceiling
+from .chains import device_case
+from .floors import step_bytes, step_flops
 from .gpu import record
 from .gpu_plan import GpuPlan
-from .peers import TorchEagle3Head
+from .peers import OUTPUTS, TorchEagle3Head
 from .peers_at_once import TorchDflash, TorchMedusa
-from .peers_gpu import graphed_peers
-from .report import Column, Section, microseconds, percent, ratio
+from .peers_gpu import Peers, graphed_peers, left_out, peer_columns
+from .report import FLOOR, Column, Section, microseconds, ratio
 from .truth import check_draft, reference
 
 if TYPE_CHECKING:
     from .cuda import Observer
-
-BLOCK = 16
-"""Rows of a sequence in an entry of block rows."""
 
 
 def chains_itself(circuit: Circuit) -> bool:
@@ -36,7 +36,7 @@ def chains_itself(circuit: Circuit) -> bool:
 
 def block_of(circuit: Circuit, entry: str) -> int:
     """Rows of the entry that one sequence has."""
-    return BLOCK if circuit.entry(entry).rows == "block" else 1
+    return circuit.block_size if circuit.entry(entry).rows == "block" else 1
 
 
 def measure(
@@ -50,29 +50,30 @@ def measure(
 ) -> dict[str, Section]:
     whole = manifest.circuit
     drafting = [entry.name for entry in whole.entries if entry.rows != "context" and "draft" in entry.outputs]
-    pairs = [(entry, n) for entry in drafting for n in widths if n in manifest.widths(entry) and n % block_of(whole, entry) == 0]
+    pairs = [(entry, n) for entry in drafting for n in widths if n * block_of(whole, entry) in manifest.widths(entry)]
     rows = []
     for done, (entry, n) in enumerate(pairs):
         tell(f"{entry} {n}", done, len(pairs))
         rows.append(_row(manifest, functions, weights, ceiling, entry, n, plan))
-    names = list(dict.fromkeys(key.removesuffix(" us") for row in rows for key in row if key.endswith(" us")))
     columns = [
         Column("entry", "entry"),
         Column("n", "n"),
+        Column("rows", "rows"),
         Column("step us", "step_us", microseconds),
-        Column("MB", "bytes", lambda value: f"{value / 1e6:.0f}"),
-        Column("GB/s", "gb_per_s", lambda value: f"{value:.0f}"),
-        Column("of read", "of_read", percent),
+        *FLOOR,
         Column("one by one us", "single_runs_us", microseconds),
         Column("ours", "over_singles", ratio),
+        *peer_columns(rows),
+        Column("equal drafts", "equal_drafts"),
+        Column("error", "error", lambda value: f"{value:.1e}"),
     ]
-    for name in names:
-        header = f"{name.replace('.', ' ')} us"  # breaks into short lines
-        columns += [Column(header, f"{name} us", microseconds), Column("ours", f"{name} ratio", ratio)]
-    columns += [Column("equal drafts", "equal_drafts"), Column("error", "error", lambda value: f"{value:.1e}")]
-    said = "The compiled function of each entry alone, without a runner around it; the same head in torch as CUDA graphs. "
-    said += f"n rows are n sequences, or where a block drafts at once, blocks of {BLOCK}. One by one: a call for each sequence."
-    return {"steps": Section("Draft steps", said, tuple(columns), ceiling.shares(rows))}
+    said = (
+        "The compiled function of each entry alone, without a runner around it; the same head in torch as CUDA graphs, compared "
+    )
+    said += "with the reference first. n is sequences. One by one: a call for each of them."
+    if whole.block_size > 1:
+        said += f" A sequence has a block of {whole.block_size} rows."
+    return {"steps": Section("Draft steps", said + left_out(rows), tuple(columns), ceiling.shares(rows))}
 
 
 def peer_of(
@@ -95,14 +96,14 @@ def peer_of(
 
 
 def _row(manifest: Manifest, functions, weights, ceiling: Ceiling, entry: str, n: int, plan: GpuPlan) -> dict[str, Any]:
-    circuit = slice_entry(manifest.circuit, entry)
+    whole, circuit = manifest.circuit, slice_entry(manifest.circuit, entry)
     positions = min((weights[f"{table.name}.cos"].shape[0] for table in circuit.tables), default=None)
-    block = block_of(manifest.circuit, entry)
+    block = block_of(whole, entry)
     device = next(iter(weights.values())).device
 
-    def prepared(rows: int):
-        case = device_case(circuit, rows, plan.context, device, positions, block=block)
-        function = manifest.function(entry, rows)
+    def prepared(sequences: int):
+        case = device_case(circuit, sequences * block, plan.context, device, positions, block=block)
+        function = manifest.function(entry, sequences * block)
         caches = case.copy_caches()
         call = PreparedCall(
             function,
@@ -116,26 +117,35 @@ def _row(manifest: Manifest, functions, weights, ceiling: Ceiling, entry: str, n
 
     case, call = prepared(n)
     call()
-    whole = manifest.circuit
-    meant = reference(whole, entry, case, weights, case.copy_caches())
+    numbers = dequantised(whole, weights)
+    meant = reference(whole, entry, case, numbers, case.copy_caches())
     offsets = next((weights[node.inputs[1]] for node in circuit.nodes if node.op == "target_ids"), None)
     checked = check_draft(f"{entry} {n}", whole.act, call.outputs, meant, offsets=offsets)
     calls = {"step": record(call)}
-    if n > block and block in manifest.widths(entry):
-        single = record(prepared(block)[1])
-        calls["singles"] = lambda: [single() for _ in range(n // block)]
-    peers: dict[str, Callable[[], object]] = {}
-    peer = peer_of(whole, weights, case, entry, plan.context) if plan.with_peers(n) else None
+    if n > 1 and block in manifest.widths(entry):
+        single = record(prepared(1)[1])
+        calls["singles"] = lambda: [single() for _ in range(n)]
+    peers = Peers()
+    peer = peer_of(whole, numbers, case, entry, plan.context) if plan.with_peers(n) else None
+    del numbers
     if peer is not None:
-        head, arguments = peer
-        checked["peer_drafts_equal"] = int((head(*arguments)[0] == meant["draft"]).sum())
-        peers = graphed_peers(head, arguments, plan.modes)
-    del meant
-    times = ceiling.take_turns({**calls, **peers}, plan.rounds)
-    moved = step_bytes(circuit, weights, n, plan.context, block=block)
-    row = {"entry": entry, "n": n, "step_us": times["step"], "bytes": moved, "gb_per_s": moved / times["step"] / 1e3}
+
+        def check(kind: str, outputs: tuple[torch.Tensor, ...]) -> dict[str, float]:
+            theirs: dict[str, torch.Tensor] = dict(zip(OUTPUTS, outputs, strict=False))
+            return check_draft(f"{kind}, {entry} {n}", whole.act, theirs, meant, offsets=offsets)
+
+        peers = graphed_peers(*peer, plan.modes, check)
+    times = ceiling.take_turns({**calls, **peers.replays}, plan.rounds)
+    moved = step_bytes(circuit, weights, n * block, plan.context, block=block)
+    row = {
+        "entry": entry,
+        "n": n,
+        **({"rows": n * block} if block > 1 else {}),
+        "step_us": times["step"],
+        "bytes": moved,
+        "flops": step_flops(whole, entry, n * block, plan.context, block=block),
+        "gb_per_s": moved / times["step"] / 1e3,
+    }
     if "singles" in times:
         row |= {"single_runs_us": times["singles"], "over_singles": times["singles"] / times["step"]}
-    for name in peers:
-        row |= {f"{name} us": times[name], f"{name} ratio": times[name] / times["step"]}
-    return row | checked
+    return row | peers.columns(times) | checked

@@ -218,3 +218,17 @@ class ReadCeiling:
         if words not in self._sums:
             self._sums[words] = sum(int(part.sum(dtype=torch.int64)) for part in self.buffer[:words].split(1 << 26))
         return self._sums[words]
+
+
+class MultiplyCeiling:
+    """How fast torch multiplies large bf16 matrices: `rate` operations a second, the median of `rounds` products."""
+
+    def __init__(self, size: int = 8192, rounds: int = 9):
+        self.size = size
+        left, right = (torch.randn(size, size, device="cuda").to(torch.bfloat16) for _ in range(2))
+        made = torch.empty_like(left)
+        times = take_turns({"multiply": lambda: torch.mm(left, right, out=made)}, rounds)["multiply"]
+        self.rate = 2 * size**3 / statistics.median(times)
+
+    def __str__(self) -> str:
+        return f"torch's product of two bf16 matrices of {self.size} x {self.size}"

@@ -5,16 +5,19 @@ This is the competitor, not the reference: it is written to be fast, and its res
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ..circuit.ir import Circuit
+from ..circuit.ir import Circuit, State
 from ..ops import PagedKV
 
 PEER_PROGRAM = "mtp_dense"
+OUTPUTS = ("draft", "logprob", "next_hidden")
+"""Of a head; those that draft all tokens at once have no hidden."""
 
 
 class _TorchHead(torch.nn.Module):
@@ -23,13 +26,17 @@ class _TorchHead(torch.nn.Module):
     def __init__(self, circuit: Circuit, weights: Mapping[str, torch.Tensor], rows: int, context: int):
         super().__init__()
         self.facts = dict(circuit.facts)
-        state = circuit.states[0]
         self.eps = next(float(node.attr["eps"]) for node in circuit.nodes if node.op == "rms_norm")
-        self.scale = next(float(node.attr["scale"]) for node in circuit.nodes if node.op == "attention")
-        self.rows, self.context, self.kv_heads, self.dim = rows, context, state.heads, state.dim
+        attention = ("attention", "latent_attention")
+        self.scale = next(float(node.attr["scale"]) for node in circuit.nodes if node.op in attention)
+        self.rows, self.context = rows, context
         self.w: dict[str, torch.Tensor | None] = {}
         self.cos, self.sin = weights["rope.cos"], weights["rope.sin"]
-        shape = (rows, self.kv_heads, context + 1, self.dim)
+        self._make_cache(circuit.states[0])
+
+    def _make_cache(self, state: State) -> None:
+        self.kv_heads, self.dim = state.heads, state.dim
+        shape = (self.rows, self.kv_heads, self.context + 1, self.dim)
         self.k, self.v = (torch.randn(shape, device=self.cos.device).to(torch.bfloat16) for _ in range(2))
 
     def take_cache(self, cache: PagedKV) -> None:
@@ -50,6 +57,11 @@ class _TorchHead(torch.nn.Module):
         return rotated(x, cos, sin, str(self.facts["rope_style"]))
 
 
+def half(weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | None:
+    """A weight in bf16, None where the head has none of that name."""
+    return weights[name].to(torch.bfloat16) if name in weights else None
+
+
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, style: str = "half") -> torch.Tensor:
     """RoPE on the first columns of x."""
     rotary = 2 * cos.shape[-1]
@@ -68,16 +80,10 @@ class TorchMtpHead(_TorchHead):
 
     def __init__(self, circuit: Circuit, weights: Mapping[str, torch.Tensor], rows: int, context: int):
         super().__init__(circuit, weights, rows, context)
-        get = lambda name: weights[name].to(torch.bfloat16) if name in weights else None  # noqa: E731
-        names = ("q", "k", "v")
-        self.w = {
-            name: get(name) for name in ("embed_tokens", "enorm", "hnorm", "fc", "fc_bias_vector", "norm_weight", "lm_head")
-        }
-        layer = ("input_norm", "post_norm", "attn.o_proj", "attn.o_bias", "attn.q_norm", "attn.k_norm")
-        self.w.update({name: get(f"layer.{name}") for name in layer})
-        self.w["qkv"] = torch.cat([weights[f"layer.attn.{n}_proj"].to(torch.bfloat16) for n in names])
-        biases = [get(f"layer.attn.{n}_bias") for n in names]
-        self.w["qkv_bias"] = torch.cat(biases) if biases[0] is not None else None  # type: ignore[arg-type]
+        names = ("embed_tokens", "enorm", "hnorm", "fc", "fc_bias_vector", "norm_weight", "lm_head")
+        self.w = {name: half(weights, name) for name in names}
+        self.w.update({name: half(weights, f"layer.{name}") for name in ("input_norm", "post_norm")})
+        self._take_attention(weights)
         self._take_ffn(circuit, weights)
         if self.facts["norm"] == "zero_centred":
             for name in ("enorm", "hnorm", "norm_weight", "input_norm", "post_norm", "attn.q_norm", "attn.k_norm"):
@@ -99,6 +105,13 @@ class TorchMtpHead(_TorchHead):
         logits = F.linear(y, w["lm_head"]).float()  # type: ignore[arg-type]
         best = logits.max(dim=-1)
         return best.indices, best.values - logits.logsumexp(dim=-1), y if facts["recycle"] == "post_norm" else x
+
+    def _take_attention(self, weights: Mapping[str, torch.Tensor]) -> None:
+        for name in ("attn.o_proj", "attn.o_bias", "attn.q_norm", "attn.k_norm"):
+            self.w[name] = half(weights, f"layer.{name}")
+        self.w["qkv"] = torch.cat([weights[f"layer.attn.{name}_proj"].to(torch.bfloat16) for name in "qkv"])
+        biases = [half(weights, f"layer.attn.{name}_bias") for name in "qkv"]
+        self.w["qkv_bias"] = torch.cat(biases) if biases[0] is not None else None  # type: ignore[arg-type]
 
     def _take_ffn(self, circuit: Circuit, weights: Mapping[str, torch.Tensor], name: str = "layer.ffn") -> None:
         self.w["gate_up"] = torch.cat([weights[f"{name}.{n}_proj"].to(torch.bfloat16) for n in ("gate", "up")])
@@ -134,19 +147,23 @@ class TorchMoeHead(TorchMtpHead):
     """One draft step of an `mtp_moe` circuit. grouped: rows are sorted by expert for `_grouped_mm`, which reads an expert once;
     otherwise every row takes its own experts' weights, which inductor does without a copy."""
 
-    def __init__(self, circuit: Circuit, weights: Mapping[str, torch.Tensor], rows: int, context: int, *, grouped: bool):
-        self.grouped = grouped
-        super().__init__(circuit, weights, rows, context)
+    grouped = False
+
+    def both(self) -> dict[str, TorchMoeHead]:
+        """Both ways, by what their names end in. They share weights and cache."""
+        other = copy.copy(self)
+        other.grouped = True
+        return {" by row": self, " grouped": other}
 
     def _take_ffn(self, circuit: Circuit, weights: Mapping[str, torch.Tensor], name: str = "layer.ffn") -> None:
         super()._take_ffn(circuit, weights, f"{name}.shared")
         (route,) = [node for node in circuit.nodes if node.op == "route"]
         self.route: dict[str, Any] = dict(route.attr)
-        parts = [weights[f"{name}.{part}"] for part in ("gate", "up") if f"{name}.{part}" in weights]
-        self.w["experts"] = torch.cat(parts, 1).to(torch.bfloat16)
+        parts = [weights[f"{name}.{part}"].to(torch.bfloat16) for part in ("gate", "up") if f"{name}.{part}" in weights]
+        self.w["experts"] = torch.cat(parts, 1)
         self.w["experts_down"] = weights[f"{name}.down"].to(torch.bfloat16)
         for part in ("router", "correction", "shared_gate_vector"):
-            self.w[part] = weights[f"{name}.{part}"].to(torch.bfloat16) if f"{name}.{part}" in weights else None
+            self.w[part] = half(weights, f"{name}.{part}")
 
     def _ffn(self, x: torch.Tensor) -> torch.Tensor:
         ids, share = self._choose(x)
@@ -234,16 +251,56 @@ class TorchEagle3Head(_TorchHead):
         return draft, best.values - logits.logsumexp(dim=-1), y if facts["recycle"] == "post_norm" else x
 
 
+class TorchLatentHead(TorchMoeHead):
+    """One draft step of an `mtp_mla` circuit: latent attention absorbed, so that all heads share one row of the cache, which
+    holds the latent and the rotated part side by side."""
+
+    def _make_cache(self, state: State) -> None:
+        self.rotary, self.latent = state.dims
+        shape = (self.rows, self.context + 1, self.latent + self.rotary)
+        self.cache = torch.randn(shape, device=self.cos.device).to(torch.bfloat16)
+
+    def take_cache(self, cache: PagedKV) -> None:
+        rotary, latent = contiguous_rows(cache, self.context)
+        self.cache[:, : self.context] = torch.cat([latent, rotary], dim=-1)[:, 0]
+
+    def _take_attention(self, weights: Mapping[str, torch.Tensor]) -> None:
+        for name in ("attn.o_proj", "attn.q_a_norm", "attn.q_b_proj", "attn.kv_a_norm"):
+            self.w[name] = half(weights, f"layer.{name}")
+        self.w["a_proj"] = torch.cat([weights[f"layer.attn.{name}_a_proj"].to(torch.bfloat16) for name in ("q", "kv")])
+        q_b, kv_b, o = (weights[f"layer.attn.{name}_proj"] for name in ("q_b", "kv_b", "o"))
+        # Heads from what rows must add up to: q_b has N + R for each, kv_b N + D, o's columns are D for each.
+        self.heads = (q_b.shape[0] + o.shape[1] - kv_b.shape[0]) // self.rotary
+        blocks = kv_b.to(torch.bfloat16).unflatten(0, (self.heads, -1))
+        self.plain = blocks.shape[1] - o.shape[1] // self.heads
+        self.w["k_up"] = blocks[:, : self.plain].contiguous()  # [heads, N, L]
+        self.w["v_up"] = blocks[:, self.plain :].mT.contiguous()  # [heads, L, D]
+
+    def _attention(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        w = self.w
+        a = F.linear(x, w["a_proj"])  # type: ignore[arg-type]
+        queries, latent, k = a.split([a.shape[-1] - self.latent - self.rotary, self.latent, self.rotary], dim=-1)
+        q = F.linear(self._norm(queries, "attn.q_a_norm"), w["attn.q_b_proj"]).unflatten(1, (self.heads, -1))  # type: ignore[arg-type]
+        cos, sin = self.cos[position][:, None], self.sin[position][:, None]
+        wide = torch.bmm(q[..., : self.plain].transpose(0, 1), w["k_up"]).transpose(0, 1)  # type: ignore[arg-type]
+        q = torch.cat([wide, self._rotate(q[..., self.plain :], cos, sin)], dim=-1)
+        new = torch.cat([self._norm(latent, "attn.kv_a_norm"), self._rotate(k[:, None], cos, sin)[:, 0]], dim=-1)
+        self.cache[:, self.context] = new
+        shares = torch.softmax(torch.bmm(q, self.cache.mT) * self.scale, dim=-1, dtype=torch.float32).to(q.dtype)
+        mixed = torch.bmm(shares, self.cache[..., : self.latent])
+        values = torch.bmm(mixed.transpose(0, 1), w["v_up"]).transpose(0, 1)  # type: ignore[arg-type]
+        return F.linear(values.flatten(1), w["attn.o_proj"])  # type: ignore[arg-type]
+
+
 def peer_heads(circuit: Circuit, weights: Mapping[str, torch.Tensor], rows: int, context: int) -> dict[str, TorchMtpHead]:
-    """The same head in torch, by what its name ends in where there is more than one way; empty for programs without a peer."""
+    """The same head in torch, by what its name ends in where there is more than one way; empty for programs without a peer.
+
+    weights: numbers; quantised ones as `dequantised` makes them.
+    """
     if circuit.name == PEER_PROGRAM:
         return {"": TorchMtpHead(circuit, weights, rows, context)}
-    if circuit.name == "mtp_moe" and any(node.op == "attention" for node in circuit.nodes):
-        return {
-            name: TorchMoeHead(circuit, weights, rows, context, grouped=grouped)
-            for name, grouped in ((" by row", False), (" grouped", True))
-        }
-    return {}
+    kind = {"mtp_moe": TorchMoeHead, "mtp_mla": TorchLatentHead}.get(circuit.name)
+    return dict(kind(circuit, weights, rows, context).both()) if kind else {}
 
 
 def contiguous_rows(cache: PagedKV, context: int, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

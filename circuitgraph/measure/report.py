@@ -28,6 +28,17 @@ class Column:
     show: Callable[[Any], str] = str
 
 
+FLOOR = (
+    Column("MB", "bytes", lambda value: f"{value / 1e6:.0f}"),
+    Column("GFLOP", "flops", lambda value: f"{value / 1e9:.1f}"),
+    Column("experts", "experts"),
+    Column("of read", "of_read", percent),
+    Column("floor us", "floor_us", microseconds),
+    Column("of floor", "of_floor", percent),
+)
+"""Of steps: what they move and multiply, and what that takes at the ceilings; see `Ceiling.shares`."""
+
+
 @dataclass(frozen=True)
 class Section:
     """One table. `said` tells what was compared with what; rows keep full precision and units in their keys."""

@@ -84,13 +84,27 @@ SHAPES = {
         ),
         # Small enough to compile and run anywhere: for trying the command.
         _dense("tiny", 128, 4, 2, 256, 32, 512, widths=(1, 2), context_rows=(16,)),
+        # The MTP layer of Qwen3.5-27B: a gate beside each query head, 24 heads of 256 over 4.
+        Shape(
+            "qwen3.5-27b",
+            "mtp_dense",
+            "qwen3_5_mtp",
+            {
+                "hidden_size": 5120,
+                "num_attention_heads": 24,
+                "num_key_value_heads": 4,
+                "intermediate_size": 17408,
+                "vocab_size": 248320,
+                "max_position_embeddings": 40960,
+            },
+            entries=("draft", "context"),
+        ),
         # The MTP layers of Qwen3-Next-80B-A3B and of GLM-4.5-Air: 3.2 and 4.4 GB of experts, of which a few are read.
         Shape(
             "qwen3-next-80b",
             "mtp_moe",
             "qwen3_next_mtp",
             {"num_experts": 512, "vocab_size": 151936},
-            widths=(1, 2, 4, 8),
             context_rows=(64,),
             entries=("draft", "context"),
         ),
@@ -99,7 +113,6 @@ SHAPES = {
             "mtp_moe",
             "glm4_moe_mtp",
             {"n_routed_experts": 128, "vocab_size": 151552},
-            widths=(1, 2, 4, 8),
             context_rows=(64,),
             entries=("draft", "context"),
         ),
@@ -125,7 +138,6 @@ SHAPES = {
             "dflash",
             "dflash_qwen3",
             {"num_hidden_layers": 5, "vocab_size": 151936, "dflash_config": DFLASH},
-            widths=(1, 2, 4, 8),
             context_rows=(16, 128),
             entries=("draft", "context"),
         ),
@@ -138,7 +150,6 @@ SHAPES = {
                 "mtp_mla",
                 "deepseek_v3_mtp",
                 {"vocab_size": 129280, "n_routed_experts": 256},
-                widths=(1, 2, 4, 8),
                 context_rows=(64,),
                 entries=("draft", "context"),
                 storage=storage,

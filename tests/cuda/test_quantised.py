@@ -122,17 +122,46 @@ def test_geometry(storage, rows, columns, expected):
         assert expected in cut
 
 
+def cut_of_weight(name, storage, rows, teams=4, **sizes):
+    plan = plan_of(storage, rows, **sizes)
+    choice, group = next(found for weights, found in choices(plan).items() if name in weights)
+    return cut_of(plan, group, make_params(KERNELS[choice.kernel], {**dict(choice.params), "teams": teams}, "here"))
+
+
+LARGE = {"hidden_size": 4096, "num_attention_heads": 32, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936}
+
+
 def test_short_groups_are_shared_together_where_there_is_room():
     """As many as half of the threads finish at once; and fewer warps where columns are few."""
 
     def cut(rows, **sizes):
-        plan = plan_of("nvfp4", rows, **sizes)
-        choice, group = choices(plan)["lm_head",]
-        found = cut_of(plan, group, make_params(KERNELS[choice.kernel], dict(choice.params), "here"))
+        found = cut_of_weight("lm_head", "nvfp4", rows, teams=1, **sizes)
         return found.warps, found.steps, found.together
 
-    large = {"hidden_size": 4096, "vocab_size": 151936}
-    assert cut(1, **large) == (16, 2, 4)
-    assert cut(8, **large) == (16, 2, 2)
-    assert cut(16, **large) == (16, 2, 1)
+    assert cut(1, **LARGE) == (16, 2, 4)
+    assert cut(8, **LARGE) == (16, 2, 2)
+    assert cut(16, **LARGE) == (16, 2, 1)
     assert cut(8)[:2] == (8, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "storage", "rows", "expected"),
+    [
+        ("lm_head", "nvfp4", 1, (4, 4, 8)),
+        ("lm_head", "mxfp4", 8, (4, 4, 8)),
+        ("lm_head", "nvfp4", 16, (1, 16, 2)),  # 128 threads do not finish 16 rows of 16
+        ("lm_head", "fp8 per row", 1, (1, 16, 4)),
+        ("layer.attn.o_proj", "nvfp4", 1, (2, 8, 4)),  # of 256 tiles 528 teams would leave half of the GPU idle
+        ("layer.ffn.down_proj", "nvfp4", 8, (1, 16, 6)),  # x does not fit beside the rings
+    ],
+)
+def test_warps_of_short_shares_are_parted_into_teams(name, storage, rows, expected):
+    cut = cut_of_weight(name, storage, rows, **LARGE)
+    assert (cut.teams, cut.warps, cut.steps) == expected
+    assert cut.x_steps * cut.teams == cut.steps
+
+
+def test_teams_meet_at_barriers_of_their_own():
+    """Each has a number; blocks that are not parted have the one of all their threads alone."""
+    assert "bar.sync" in source_of(plan_of({"lm_head": "nvfp4"}, 1, **LARGE))
+    assert "bar.sync" not in source_of(plan_of({"lm_head": "fp8 per row"}, 1, **LARGE))

@@ -150,6 +150,8 @@ EAGLE3_SIZES = {
 MEDUSA_SIZES = {"hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 2112, "medusa_num_heads": 3}
 BYTES = {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 128}
 CODED = {"*vector": "", "ffn.*": "fp8 128x128"}
+WORDS = {"moe_intermediate_size": 384, "shared_expert_intermediate_size": 128}
+FOUR_BITS = {"*vector": "", "ffn.*": "nvfp4"}
 MIXED = (1, 3, 8, 16, 33, 64)
 FEW = (1, 4, 16)
 ALL = (1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 64)
@@ -171,6 +173,20 @@ CASES = (
         {"head_dim": 256, "num_attention_heads": 4},
         {"recycle": "pre_norm", "rope_style": "interleaved"},
         widths=(1, 9),
+    ),
+    # Columns that are no whole number of steps for sixteen warps, in parts; of one step for eight, in one.
+    Case("long_bf16", sizes={"intermediate_size": 17408}, widths=(9, 16), entries=STEP),
+    Case("long_fp8", sizes={"hidden_size": 7168, **WHOLE}, storage={"*": "fp8 128x128"}, widths=(16,), entries=STEP),
+    # Twelve query heads over each KV head, both halves of an `mma`'s rows; and twenty, in two groups.
+    Case("many_heads_bf16", sizes={"num_attention_heads": 24}, widths=(1, 3, 9), entries=STEP),
+    Case(
+        "many_heads_f16",
+        sizes={"num_attention_heads": 20, "num_key_value_heads": 1, "head_dim": 64},
+        act="f16",
+        wt="f16",
+        kv="f16",
+        widths=(1, 4),
+        entries=STEP,
     ),
     # Biases, the mask at the first position, RoPE at the hidden's position.
     Case("biased_bf16", "mimo_mtp", {}, {"rope_position": "hidden", "mask_first": True}, widths=(1, 3), entries=STEP),
@@ -216,6 +232,20 @@ CASES = (
         )
         for act, widths in (("bf16", (1, 8, 16, 33)), ("f16", (1, 16)), ("f32", (1, 3)))
     ),
+    # Many rows of plain weights: tiles of rows that are full and that are not, and weights of several products in one tile.
+    *(
+        Case(
+            f"products_rows_{act}",
+            str(OWN / "many_rows_family.yaml"),
+            act=act,
+            wt=act,
+            kv=act,
+            widths=(17, 48, 64, 100, 128, 200),
+            entries=("products",),
+            program=str(OWN / "many_rows.yaml"),
+        )
+        for act in ("bf16", "f16")
+    ),
     # Experts alone: streamed with x in registers, and gathered by expert; routes of every kind; and node by node.
     Case("mixture_bf16", program=MIXTURE, switches={"shared_gate": True}, widths=MIXED, entries=("apply",)),
     Case(
@@ -237,6 +267,27 @@ CASES = (
     ),
     Case("mixture_wide", program=MIXTURE, sizes={"hidden_size": 4096}, widths=(8, 16, 64), entries=("apply",)),
     Case("mixture_fp8", program=MIXTURE, sizes=BYTES, storage=CODED, widths=(1, 4, 8, 16, 33), entries=("apply",)),
+    Case("mixture_nvfp4", program=MIXTURE, sizes=WORDS, storage=FOUR_BITS, widths=(1, 4, 8, 16, 33), entries=("apply",)),
+    Case(
+        "mixture_nvfp4_f16",
+        program=MIXTURE,
+        sizes={**WORDS, "hidden_size": 4096},
+        switches={"experts": "fused"},
+        storage=FOUR_BITS,
+        act="f16",
+        wt="f16",
+        widths=(1, 8, 64),
+        entries=("apply",),
+    ),
+    Case(
+        "mixture_mxfp4",
+        program=MIXTURE,
+        sizes={**WORDS, "hidden_size": 2560, "num_experts": 16},
+        switches=SIGMOID,
+        storage={"*vector": "", "ffn.*": "mxfp4"},
+        widths=(1, 8, 16),
+        entries=("apply",),
+    ),
     Case(
         "mixture_int8",
         program=MIXTURE,
@@ -307,6 +358,20 @@ CASES = (
         program="dflash",
         block=16,
     ),
+    # Blocks that fill a tile of rows, and more; two queries share a KV head.
+    Case(
+        "direct_dflash_blocks",
+        "dflash_qwen3",
+        {**DFLASH_SIZES, "num_key_value_heads": 4},
+        act="f16",
+        wt="f16",
+        kv="f16",
+        widths=(2, 8, 10),
+        context_rows=(128,),
+        entries=STEP,
+        program="dflash",
+        block=16,
+    ),
     Case("direct_eagle3", "eagle3_llama", EAGLE3_SIZES, widths=(1, 8), entries=("first", *STEP), program="eagle3"),
     Case("direct_medusa", "medusa1", MEDUSA_SIZES, widths=(1, 8, 40), entries=("draft", "logits"), program="medusa"),
     # Latent attention alone, where a few cache rows can be told from all others.
@@ -331,9 +396,12 @@ DENSE8B = Case(
 )
 
 
-def program_of(case: Case, folder: Path) -> str | Path:
-    """The program that `bind` and `compile` take: with storage, one that is written to `folder`."""
-    return state_storage(case.program, case.storage, folder / f"{case.name}.yaml", **options_of(case, folder))
+def program_of(case: Case, folder: Path) -> tuple[str | Path, dict[str, Any]]:
+    """The program and the options that `bind` and `compile` take: with storage, a program that is written to `folder`, whose
+    switches are decided."""
+    options = options_of(case, folder)
+    program = state_storage(case.program, case.storage, folder / f"{case.name}.yaml", **options)
+    return program, options | ({"switches": {}} if case.storage else {})
 
 
 def options_of(case: Case, folder: Path) -> dict[str, Any]:
@@ -358,7 +426,8 @@ def options_of(case: Case, folder: Path) -> dict[str, Any]:
 
 def plans_of(case: Case, target: Target = TARGET) -> list[Plan]:
     with tempfile.TemporaryDirectory() as folder:
-        circuit = bind(case.program, **options_of(case, Path(folder))).circuit
+        program, options = program_of(case, Path(folder))
+        circuit = bind(program, **options).circuit
     if case.tokens is not None:
         circuit, _ = restrict_vocabulary(circuit, case.tokens)
     rules = load_schedule(target.kind)
@@ -412,8 +481,9 @@ def digests(sources: Iterable[str]) -> dict[str, str]:
 def build(case: Case, out: Path) -> Path:
     """Compile one case to out/<name>, with the digests of its programs beside it."""
     with tempfile.TemporaryDirectory() as folder:
+        program, options = program_of(case, Path(folder))
         compile(
-            case.program,
+            program,
             out=out / case.name,
             target=str(TARGET),
             widths=case.widths,
@@ -421,7 +491,7 @@ def build(case: Case, out: Path) -> Path:
             entries=case.entries,
             overwrite=True,
             draft_vocab=case.tokens,
-            **options_of(case, Path(folder)),
+            **options,
         )
     units = sorted((out / case.name / "src").glob("kernels.*.cu"), key=lambda file: int(file.suffixes[-2][1:]))
     sources = [file.read_text() for file in units]

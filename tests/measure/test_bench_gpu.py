@@ -14,16 +14,19 @@ import torch
 import circuitgraph
 from circuitgraph.artifact import read_artifact
 from circuitgraph.checkpoint import bind
-from circuitgraph.checkpoint.random_weights import random_weight, seeded
+from circuitgraph.checkpoint.packed import dequantised
+from circuitgraph.checkpoint.random_weights import random_packed, random_weight, seeded
 from circuitgraph.circuit.ir import Storage
-from circuitgraph.errors import ArtifactError, CircuitgraphError
-from circuitgraph.measure import attend, chains, cuda, entries, peers_gpu, shapes
+from circuitgraph.errors import ArtifactError, CircuitgraphError, Fault
+from circuitgraph.measure import attend, chains, cuda, entries, floors, peers_gpu, shapes
+from circuitgraph.measure import ceiling as ceilings
 from circuitgraph.measure.cases import Span, make_case
 from circuitgraph.measure.gpu import READINGS, ReadCeiling
 from circuitgraph.measure.gpu_plan import GpuPlan
+from circuitgraph.measure.peers import peer_heads
 from circuitgraph.measure.report import plain_table
-from circuitgraph.measure.routing import chosen_experts
-from circuitgraph.measure.truth import check_draft, judged
+from circuitgraph.measure.routing import chosen_experts, sure_rows
+from circuitgraph.measure.truth import check_draft, judged, reference
 from circuitgraph.measure.weights import random_weights
 from circuitgraph.runtime import load, open_library
 from circuitgraph.runtime.binding import bind_weights
@@ -51,6 +54,10 @@ class FakeKernel:
     def check(self) -> None: ...
 
 
+class FakeProduct:
+    rate = 1e12
+
+
 @pytest.fixture
 def ceiling(monkeypatch):
     """A ceiling whose clock ticks 1, 2, 3, ... microseconds over the competitors of a round."""
@@ -60,12 +67,12 @@ def ceiling(monkeypatch):
             call()
         return {name: [1e-6 * place] * rounds for place, name in enumerate(calls, start=1)}
 
-    monkeypatch.setattr(chains, "take_turns", turns)
+    monkeypatch.setattr(ceilings, "take_turns", turns)
     monkeypatch.setattr(chains, "newest_graph", lambda runner: lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     for module in (attend, entries, peers_gpu):
         monkeypatch.setattr(module, "record", lambda call: call)
-    return chains.Ceiling(FakeKernel())
+    return ceilings.Ceiling(FakeKernel(), FakeProduct())
 
 
 def artifact_of(name: str, folder, **changes):
@@ -121,6 +128,54 @@ def test_steps_chains_proposer_and_prefill(tiny, ceiling):
         json.dumps(section.to_json())
 
 
+LATENT_SMALL = {
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 16,
+    "moe_intermediate_size": 128,
+    "vocab_size": 256,
+}
+MIXTURE_SMALL = {
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 12,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "vocab_size": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "stack"), [("deepseek-v3-fp8", LATENT_SMALL, 16), ("qwen3-next-80b", MIXTURE_SMALL, 12)]
+)
+def test_steps_of_mixtures(name, config, stack, tmp_path, ceiling):
+    """Bytes of the experts that had rows, a floor, and both of torch's ways beside it."""
+    shape = shapes.SHAPES[name]
+    artifact = artifact_of(name, tmp_path, config={**shape.config, **config}, widths=(1, 2), entries=("draft",))
+    plan = replace(PLAN, peer_widths=None, parts=())
+    runner = runner_of(artifact)
+    sections = chains.measure(runner, ceiling, [1, 2], plan, quiet)
+    one, two = sections["draft"].rows
+    top = next(node.attr["top"] for node in runner.circuit.nodes if node.op == "route")
+    assert one["experts"] == top
+    assert top <= two["experts"] <= min(2 * top, stack)
+    whole = floors.step_bytes(runner.circuit, runner.weights, 1, 20)
+    expert = sum(runner.circuit.stored_bytes(f"layer.ffn.{part}") // stack for part in ("gate", "up", "down"))
+    assert one["bytes"] == whole - (stack - top) * expert
+    assert one["of_floor"] == pytest.approx(one["floor_us"] / one["step_us"])
+    assert "torch eager by row us" in sections["peers"].rows[0]
+    assert "torch eager grouped us" in sections["peers"].rows[1]
+    assert ("the same numbers in bf16" in sections["peers"].said) == name.endswith("fp8")
+
+
 def test_bytes_of_a_step(tiny):
     """Weights once, of the embedding a row each, cache rows and the new ones."""
     runner = runner_of(tiny)
@@ -128,7 +183,7 @@ def test_bytes_of_a_step(tiny):
         tensor.nbytes for name, tensor in runner.weights.items() if name not in ("embed_tokens", "rope.cos", "rope.sin")
     )
     row = runner.circuit.states[0].bytes_per_row()
-    assert chains.step_bytes(runner.circuit, runner.weights, 3, 20) == weights + 3 * (128 * 2) + 3 * 21 * row
+    assert floors.step_bytes(runner.circuit, runner.weights, 3, 20) == weights + 3 * (128 * 2) + 3 * 21 * row
 
 
 def test_bytes_of_experts_are_those_of_the_chosen():
@@ -145,11 +200,119 @@ def test_bytes_of_experts_are_those_of_the_chosen():
     (count,) = set(counts.values())
     assert 3 <= count <= 6
     left_out = sum(weights[name].nbytes for name in stacks) * (8 - count) // 8
-    whole = chains.step_bytes(circuit, weights, 2, 3)
-    assert whole - chains.step_bytes(circuit, weights, 2, 3, counts) == left_out
+    whole = floors.step_bytes(circuit, weights, 2, 3)
+    assert whole - floors.step_bytes(circuit, weights, 2, 3, counts) == left_out
     stored = circuit.with_storage(dict.fromkeys(stacks, Storage.parse("fp8 per row")))
-    fewer = chains.step_bytes(stored, weights, 2, 3) - chains.step_bytes(stored, weights, 2, 3, counts)
+    fewer = floors.step_bytes(stored, weights, 2, 3) - floors.step_bytes(stored, weights, 2, 3, counts)
     assert fewer == sum(stored.stored_bytes(name) // 8 * (8 - count) for name in stacks)
+
+
+STORED = {"lm_head": "", "fc": "", "*": "fp8 128x128"}
+
+
+@pytest.mark.parametrize("storage", [{}, STORED], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("family", "program"),
+    [("qwen3_5_mtp", "mtp_dense"), ("qwen3_next_mtp", "mtp_moe"), ("glm4_moe_mtp", "mtp_moe"), ("deepseek_v3_mtp", "mtp_mla")],
+)
+def test_torch_heads_compute_the_same(family, program, storage, tmp_path):
+    """What is timed beside ours: with experts by row and grouped, latent attention, quantised weights as numbers."""
+    options = {"model": FIXTURES / family / "config.json", "family": family, **dict.fromkeys(("act", "wt", "kv"), "bf16")}
+    circuit = bind(shapes.state_storage(program, storage, tmp_path / "program.yaml", **options), **options).circuit
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for item in circuit.weights:
+        made = random_packed(item, generator) if item.storage else [random_weight(circuit, item, generator)]
+        weights |= dict(zip((value.name for value in item.tensors()), made, strict=True))
+    for table in circuit.tables:
+        cos, sin = table.tensors()
+        angles = torch.rand(64, *cos.type.shape[1:], generator=generator)
+        weights |= {cos.name: angles.cos(), sin.name: angles.sin()}
+    numbers = dequantised(circuit, weights)
+    case = chains.device_case(circuit, 6, 20, CPU, 64)
+    meant = reference(circuit, "draft", case, numbers, case.copy_caches())
+    routed = any(node.op == "route" for node in circuit.nodes)
+    sure = sure_rows(judged(circuit, "draft"), case.inputs, numbers, case.copy_caches()) if routed else None
+    heads = peer_heads(circuit, numbers, 6, 20)
+    assert list(heads) == ([" by row", " grouped"] if routed else [""])
+    for head in heads.values():
+        head.take_cache(next(iter(case.caches.values())))
+        made = head(
+            *(case.inputs[name].long() if name != "hidden" else case.inputs[name] for name in ("token", "hidden", "position"))
+        )
+        theirs = dict(zip(("draft", "logprob", "next_hidden"), made, strict=True))
+        assert check_draft(family, "bf16", theirs, meant, sure)["error"] < 0.02
+
+
+def test_a_peer_that_is_wrong_or_fails_is_left_out(monkeypatch):
+    """It is named, and the others are timed."""
+    monkeypatch.setattr(peers_gpu, "record", lambda call: call)
+
+    def broken(head, dynamic, mode):
+        def run(x):
+            if mode == "fails":
+                raise RuntimeError("no compiler\nand much more")
+            return head(x) + (mode == "wrong")
+
+        return run
+
+    def check(name, made):
+        if float(made):
+            raise CircuitgraphError(Fault("differs", where=name))
+        return {"equal_drafts": 1, "error": 0.0}
+
+    monkeypatch.setattr(torch, "compile", broken)
+    head = torch.nn.Identity()
+    peers = peers_gpu.graphed_peers(head, [torch.zeros(1)], ["right", "wrong", "fails"], check)
+    assert list(peers.replays) == ["torch eager", "torch.compile right"]
+    assert peers.faults == {
+        "torch.compile wrong": "torch.compile wrong: differs",
+        "torch.compile fails": "RuntimeError: no compiler",
+    }
+    row = peers.columns({"step": 2.0, "torch eager": 3.0, "torch.compile right": 1.0})
+    assert row["torch eager ratio"] == 1.5
+    assert peers_gpu.left_out([row]) == " Not timed: torch.compile wrong: torch.compile wrong: differs" + (
+        " Not timed: torch.compile fails: RuntimeError: no compiler"
+    )
+
+
+def test_floor_is_the_slower_of_reading_and_multiplying(ceiling):
+    """The read kernel passes 1000 bytes a microsecond, the product does a million operations in one."""
+    ceiling.take_turns({}, 1)
+    rows = [
+        {"bytes": 4000, "flops": 1e6, "gb_per_s": 0.5, "step_us": 8.0},
+        {"bytes": 4000, "flops": 6e6, "gb_per_s": 0.5, "step_us": 8.0},
+    ]
+    shares = ceiling.shares(rows)
+    assert [row["floor_us"] for row in shares] == pytest.approx([4, 6])
+    assert [row["of_floor"] for row in shares] == pytest.approx([0.5, 0.75])
+    assert "floor_us" not in ceiling.shares([{"gb_per_s": 1.0}])[0]
+
+
+def test_operations_of_a_step(tiny):
+    """Two for every weight of a product and row, and of attention four for every head's column and visible row."""
+    circuit = read_artifact(tiny).manifest.circuit
+    products = sum(
+        2 * torch.Size(weight.type.shape).numel()
+        for weight in circuit.weights
+        if weight.type.rank == 2 and weight.name != "embed_tokens"
+    )
+    counted = floors.step_flops(circuit, "draft", 3, 20)
+    assert counted == pytest.approx(3 * (products + 4 * 4 * 32 * 21), rel=0.02)  # norms and RoPE beside them
+    assert floors.step_flops(circuit, "draft", 3, 120) - counted == 3 * 4 * 4 * 32 * 100
+
+
+def test_operations_of_experts_are_those_of_the_chosen():
+    circuit = bind("auto", model=FIXTURES / "qwen3_next_mtp").circuit
+    (route,) = [node for node in circuit.nodes if node.op == "route"]
+    down = next(weight for weight in circuit.weights if weight.name == "layer.ffn.down").type.shape
+    rest = sum(
+        2 * torch.Size(weight.type.shape).numel()
+        for weight in circuit.weights
+        if weight.type.rank == 2 and weight.name != "embed_tokens"
+    )
+    experts = 6 * route.attr["top"] * down[1] * down[2]
+    assert floors.step_flops(circuit, "draft", 2, 3) == pytest.approx(2 * (rest + experts), rel=0.1)
 
 
 def test_rows_that_may_go_elsewhere_are_not_compared(monkeypatch):
@@ -217,11 +380,11 @@ def test_entries_that_draft_at_once(name, changes, tmp_path, ceiling):
     artifact = artifact_of(name, tmp_path, **changes)
     opened = read_artifact(artifact)
     assert not entries.chains_itself(opened.manifest.circuit)
-    widths = [16, 32] if name.startswith("dflash") else [1, 3]
+    widths = [1, 2] if name.startswith("dflash") else [1, 3]
     weights, plan = bound_weights(artifact), replace(PLAN, peer_widths=None)
     section = entries.measure(opened.manifest, open_library(opened), weights, ceiling, widths, plan, quiet)["steps"]
     assert [(row["entry"], row["n"]) for row in section.rows] == [("draft", n) for n in widths]
-    drafts = 1 if name.startswith("dflash") else 5
+    drafts = 16 if name.startswith("dflash") else 5
     # Where two tokens are as good in bf16, either may be chosen; a step that is not among the best has been refused.
     assert all(row["equal_drafts"] >= 0.8 * row["n"] * drafts for row in section.rows)
     assert all(row["peer_drafts_equal"] >= 0.7 * row["n"] * drafts for row in section.rows)
@@ -261,6 +424,7 @@ def test_report(tiny, ceiling, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(cuda, "read_artifact", lambda path: opened)
     monkeypatch.setattr(cuda, "ReadCeiling", FakeKernel)
+    monkeypatch.setattr(cuda, "MultiplyCeiling", FakeProduct)
     monkeypatch.setattr(cuda, "describe_gpu", lambda tools: machine)
     monkeypatch.setattr(cuda, "_bind", lambda opened, *_: bound_weights(tiny))
     monkeypatch.setattr(cuda, "load", lambda *_, **options: runner_of(tiny))
@@ -275,7 +439,7 @@ def test_report(tiny, ceiling, monkeypatch, capsys, tmp_path):
     assert data["machine"] == machine
     assert data["sections"]["draft"]["rows"][0]["n"] == 2
     assert cuda.main([str(tiny), "--widths", "3"]) == 1
-    assert "has no program for 3 rows. Compiled: 1, 2." in capsys.readouterr().err
+    assert "has no program for 3 sequences. Compiled: 1, 2." in capsys.readouterr().err
     assert cuda.main([str(tiny), "--parts", "propose"]) == 1
     assert "there is no part 'propose' to measure. Did you mean 'proposer'?" in capsys.readouterr().err
 
@@ -322,6 +486,7 @@ def test_shapes_bind(name, tmp_path):
     expected = {
         "dense8b": 1.698e9,
         "dense2b": 0.735e9,
+        "qwen3.5-27b": 3.392e9,
         "eagle3-8b": 0.850e9,
         "dflash-qwen3-8b": 3.342e9,
         "medusa1-7b": 1.4785e9,

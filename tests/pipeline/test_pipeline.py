@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import circuitgraph
 from circuitgraph.checkpoint import default_config
@@ -15,6 +18,7 @@ from circuitgraph.circuit.ir import Circuit
 from circuitgraph.errors import ArtifactError, CircuitError, ScheduleError
 from circuitgraph.pipeline import STAGES, Run, work_list
 from tests.circuits import SMALL, small_mtp
+from tests.fixture_cases import FIXTURES
 
 
 @pytest.fixture
@@ -174,3 +178,60 @@ def test_a_plan_needs_no_tvm():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def types_of(folder, target, **options):
+    """(act, kv) that `compile` decides on."""
+    result = circuitgraph.compile("auto", model=folder, out="unused", target=target, stop_after="check", **options)
+    dtypes = dict(result.circuit.dtypes)
+    assert result.circuit.act == dtypes["act"]
+    assert {state.dtype for state in result.circuit.states} == {dtypes["kv"]}
+    return dtypes["act"], dtypes["kv"]
+
+
+def stored_as(dtype, folder):
+    """The EAGLE-1 fixture, drafter and target, with its numbers in another dtype."""
+    for name in (".", "target"):
+        place = folder / name
+        place.mkdir(exist_ok=True)
+        shutil.copy(FIXTURES / "eagle1_llama" / name / "config.json", place)
+        weights = load_file(FIXTURES / "eagle1_llama" / name / "model.safetensors")
+        save_file(
+            {key: value.to(dtype) if value.is_floating_point() else value for key, value in weights.items()},
+            place / "model.safetensors",
+        )
+    return folder
+
+
+@pytest.mark.parametrize(("dtype", "own"), [(torch.float32, "f32"), (torch.float16, "f16"), (torch.bfloat16, "bf16")])
+def test_on_gpus_activations_and_cache_are_of_the_checkpoints_type(dtype, own, tmp_path):
+    folder = stored_as(dtype, tmp_path)
+    assert types_of(folder, "cuda:sm_80,sm_90a") == (own, own)
+    assert types_of(folder, "cpu") == ("f32", "f32")
+    assert types_of(folder, "cuda", wt="bf16") == ("bf16", "bf16")
+    assert types_of(folder, "cuda", act="f16") == ("f16", "f16")
+    assert types_of(folder, "cuda", kv="f16") == (own, "f16")
+    assert types_of(folder, "cpu", act="bf16") == ("bf16", "f32")
+
+
+def test_a_config_alone_is_bf16_on_gpus(config):
+    assert types_of(config, "cuda:sm_90a") == ("bf16", "bf16")
+    assert types_of(config, "cpu:portable") == ("f32", "f32")
+
+
+def test_a_few_numbers_of_another_type_do_not_decide(tmp_path):
+    """Nor does what a host hands over, which is larger than the drafter."""
+    folder = stored_as(torch.float16, tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    norm = next(name for name, value in weights.items() if value.dim() == 1)
+    save_file({**weights, norm: weights[norm].float()}, folder / "model.safetensors")
+    assert types_of(folder, "cuda") == ("f16", "f16")
+    shutil.rmtree(folder / "target")
+    assert types_of(folder, "cuda") == ("f16", "f16")
+
+
+def test_plans_of_a_gpu_are_shown_in_the_types_that_it_gets():
+    text = circuitgraph.stage_text("mtp_dense", target="cuda:sm_90a", stage="resolve")
+    assert "dtypes: {act: bf16, wt: bf16, kv: bf16}" in text
+    assert "dtypes: {act: f32, wt: bf16, kv: f32}" in circuitgraph.stage_text("mtp_dense", stage="resolve")
+    assert "cuda.attention_paged" in {item.kernel for item in circuitgraph.explain("mtp_dense", target="cuda:sm_90a")}

@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...circuit.ir import Node
+from ...circuit.ir import FOUR_BIT, Node
 from ...circuit.types import TensorType
 from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, refuse_packed, within
 from .architectures import architecture_of
 from .epilogue import Epilogue, refuse_ops
-from .experts import STEP_WORDS, Between, Down, DownCut, Matrix, Sizes, Up, UpCut, Weights
+from .expert_one import fits
+from .experts import STEP_WORDS, Between, DownCut, Matrix, Sizes, UpCut, Weights
+from .experts_down import Down
+from .experts_down_early import EarlyDown
+from .experts_up import Up
 from .formats import Format, scales_of
 from .plain import Projection, emit_plain
 from .plain_experts import emit_plain_experts
@@ -107,10 +111,7 @@ def sizes_of(plan: Plan, mixture: Mixture) -> Sizes:
     types = plan.circuit.types
     experts, hidden, inner = (int(dim) for dim in types[mixture.experts.inputs[3]].shape)  # type: ignore[union-attr]
     shared = int(types[mixture.shared[0].inputs[1]].shape[0]) if mixture.shared else 0  # type: ignore[union-attr]
-    format = format_of(plan, mixture)
-    step, top = STEP_WORDS * format.columns, int(mixture.route.attr["top"])
-    lines = 0 if format.storage is None else 8 if format.storage.block[0] % 8 else 1
-    return Sizes(plan.rows, hidden, inner, shared, experts, top, step, lines)
+    return Sizes(plan.rows, hidden, inner, shared, experts, int(mixture.route.attr["top"]), format_of(plan, mixture))
 
 
 def format_of(plan: Plan, mixture: Mixture) -> Format:
@@ -137,7 +138,8 @@ class MixtureParams:
             resident = sizes.row_blocks * steps * sizes.step // 8 <= self.registers
             rings = [stages for stages in range(2, self.stages + 4) if stages % steps == 0 or steps % stages == 0]
             rings = sorted(rings or [1], key=lambda stages: (abs(stages - self.stages), stages))
-            cuts = [UpCut(warps, steps, stages, resident, buffers) for buffers in (2, 1) for stages in rings]
+            beside = sizes.format.scaled == "numbers"
+            cuts = [UpCut(warps, steps, stages, resident, buffers, beside) for buffers in (2, 1) for stages in rings]
             for cut in (cut for cut in cuts if cut.stages <= rings[0]):
                 least = min(least or limit * 2, cut.shared_bytes(sizes, words))
                 if least <= limit:
@@ -146,7 +148,9 @@ class MixtureParams:
 
     def down(self, plan: Plan, sizes: Sizes) -> DownCut | str:
         warps = self._fewer(list(range(self.warps, 0, -1)))
-        cuts = [DownCut(some, stages) for some in warps for stages in range(self.stages, 1, -1)]
+        each = {some: sizes.together(some) for some in warps}
+        most = {1: self.stages, 2: -(-self.stages * 3 // 4)}
+        cuts = [DownCut(some, stages, each[some]) for some in warps for stages in range(most[each[some]], 1, -1)]
         limit = architecture_of(plan).shared_bytes
         return next((cut for cut in cuts if cut.shared_bytes(sizes) <= limit), "needs more shared memory than there is")
 
@@ -182,16 +186,13 @@ def refuse_mixture(plan: Plan, group: Group, params: MixtureParams) -> str | Non
     for cut in (up, params.down(plan, sizes)):
         if isinstance(cut, str):
             return cut
-    storage = format_of(plan, mixture).storage
-    if storage and isinstance(up, UpCut) and storage.block[1] and up.warps * sizes.step % storage.block[1]:
-        return f"scales of {storage} do not divide {up.warps} steps of {sizes.step} columns"
     return refuse_prologue(plan, group) or refuse_ops(group)
 
 
 def refuse_weights(plan: Plan, group: Group, mixture: Mixture) -> str | None:
     """Why tensor cores cannot multiply these weights, or None."""
     types, storage = plan.circuit.types, plan.circuit.storage
-    if reason := refuse_packed(plan, group, ("fp8", "int8")):
+    if reason := format_of(plan, mixture).refuse():
         return reason
     found = {storage.get(name) for name in mixture.chosen}
     odd = [name for name in group.inputs if name in storage and name not in mixture.chosen]
@@ -203,7 +204,7 @@ def refuse_weights(plan: Plan, group: Group, mixture: Mixture) -> str | None:
     if len(dtypes) > 1 or "f32" in dtypes:
         return f"needs bf16 or f16 activations and weights of that dtype, got {', '.join(sorted(dtypes))}"
     (kind,) = found
-    if kind is not None and (kind.whole or kind.block[1] % (STEP_WORDS * 4)):
+    if kind is not None and kind.format not in FOUR_BIT and (kind.whole or kind.block[1] % (STEP_WORDS * 4)):
         return f"scales of {kind} change within a step of {STEP_WORDS * 4} columns, or are of two kinds"
     return None
 
@@ -287,8 +288,10 @@ class MixtureStream(Kernel):
         assert isinstance(down_cut, DownCut)
         after = [node for node in group.epilogue if node is not mixture.joined]
         finish = Epilogue(env, group, [mixture.joined], after)
-        Up(env, sizes, up_cut, format, choosing, weights, between).emit(x, logits, gate)
-        Down(env, sizes, down_cut, format, weights, between).emit(finish)
+        alone = fits(choosing, sizes.rows, min(up_cut.warps, down_cut.warps))
+        Up(env, sizes, up_cut, format, choosing, weights, between, alone).emit(x, logits, gate)
+        down = EarlyDown if sizes.early else Down
+        down(env, sizes, down_cut, format, weights, between, (choosing, logits) if alone else None).emit(finish)
 
 
 def _matrix(env: Any, name: str, format: Format) -> Matrix:

@@ -1,7 +1,8 @@
 """Paged decode attention on tensor cores: a block for every (row, KV head, part), a ring of cache tiles for every warp.
 
 A tile is 16 cache rows, in whatever blocks they lie; lane i keeps the address of row i % 16 of the tile that is fetched
-next. The query heads that share a KV head are the rows of the `mma`, so K and V are read once for all of them.
+next. The query heads that share a KV head are the rows of the `mma`, so K and V are read once for all of them. An `mma` has 16
+rows: up to 8 heads leave the lower half out, more than 16 are cut into groups that have blocks of their own.
 
 The parts of a row are a cluster of blocks, which read each other's sums from shared memory; without clusters a second launch
 joins them.
@@ -27,6 +28,13 @@ CLUSTER = 8
 LOAD_TRANSPOSED = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
 
 
+def groups_of(heads: int, kv_heads: int) -> tuple[int, int] | None:
+    """(groups of a KV head, query heads of each), None where they cannot be cut evenly."""
+    each = heads // kv_heads
+    groups = -(-each // TILE)
+    return None if heads % kv_heads or each % groups else (groups, each // groups)
+
+
 def shared_bytes(dim: int, group: int, warps: int, stages: int) -> int:
     return warps * (stages * 2 * TILE * dim * 2 + group * (dim + 2) * 4) + group * 8
 
@@ -38,8 +46,11 @@ class PagedAttention:
         self.env, self.query, self.words = env, query, words
         self.warps, self.stages, self.kind = warps, stages, kind
         self.rows, self.heads, self.dim = (int(size) for size in query.q.shape)
-        self.kv_heads = query.keys.heads
-        self.group = self.heads // self.kv_heads
+        cut = groups_of(self.heads, query.keys.heads)
+        assert cut is not None, f"{self.heads} query heads over {query.keys.heads}"
+        self.groups, self.group = cut
+        self.kv_heads = query.keys.heads * self.groups  # a KV head counts once for each of its groups
+        self.halves = -(-self.group // 8)  # of the rows of an `mma`
         self.chunks = self.dim // 8
         self.mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
 
@@ -107,7 +118,8 @@ class PagedAttention:
         put(target, T.int32(0))
         with T.If(tile < self.stop), T.Then():
             token = T.min(T.max(tile * TILE + self.at.lane % TILE, self.first), self.end - 1)
-            put(target, T.Cast("int32", self.query.line(self.sequence, hold(token, "int32"), self.kv_head)))
+            kv_head = self.kv_head if self.groups == 1 else T.floordiv(self.kv_head, self.groups)
+            put(target, T.Cast("int32", self.query.line(self.sequence, hold(token, "int32"), kv_head)))
 
     def _copy(self, slot: Any, tile: Any, found: Any) -> None:
         """Start the copies of a tile's keys and values: 16 bytes a lane, chunks swizzled by row against bank conflicts."""
@@ -123,24 +135,39 @@ class PagedAttention:
 
     # -- one tile ----------------------------------------------------------------------------------------------
 
+    def _member(self, half: int) -> Any:
+        """The query head of the group that the lane has a row of, in each half of the rows."""
+        row = T.floordiv(self.at.lane, 4)
+        return row + 8 * half if half else row
+
     def _load_query(self) -> None:
-        self.q = register("uint32", self.dim // 8, "q")
+        self.q = [self._load_half(half) for half in range(self.halves)]
+
+    def _load_half(self, half: int) -> Any:
+        q = register("uint32", self.dim // 8, "q")
         for index in range(self.dim // 8):
-            put(self.q, T.uint32(0), index)
-        head_row = T.floordiv(self.at.lane, 4)
-        with T.If(head_row < self.group), T.Then():
-            first = hold((self.kv_head * self.group + head_row) * (self.dim // 2) + self.at.lane % 4, "int32")
+            put(q, T.uint32(0), index)
+        member = self._member(half)
+        with T.If(member < self.group), T.Then():
+            first = hold((self.kv_head * self.group + member) * (self.dim // 2) + self.at.lane % 4, "int32")
             for index in range(self.dim // 8):
-                do(T.ptx["ld.global.b32"](self.q[index], self.words.ptr_to([self.row, first + index * 4])))
+                do(T.ptx["ld.global.b32"](q[index], self.words.ptr_to([self.row, first + index * 4])))
+        return q
 
     def _reset(self) -> None:
         self.sums = register("float32", self.dim // 2, "sums")
         self.scores = register("float32", 8, "scores")
-        self.largest, self.total = register("float32", name="largest"), register("float32", name="total")
-        self.weights = register("uint32", 2, "weights")
+        self.largest, self.total = ([register("float32", name=name) for _ in range(self.halves)] for name in ("largest", "total"))
+        self.weights = register("uint32", 2 * self.halves, "weights")
         zeros(self.sums, self.dim // 2)
-        put(self.largest, T.float32(LOWEST))
-        put(self.total, T.float32(0))
+        for largest, total in zip(self.largest, self.total, strict=True):
+            put(largest, T.float32(LOWEST))
+            put(total, T.float32(0))
+
+    def _rows(self, of: Callable[[int, int], Any]) -> tuple[Any, ...]:
+        """The left operand of an `mma`: of(half, index) of both halves of the rows, zero for one that has no heads."""
+        zero = T.uint32(0)
+        return tuple(of(half, index) if half < self.halves else zero for index in range(2) for half in range(2))
 
     def _score(self, tile: Any, slot: Any) -> None:
         """Scores of 16 cache rows, the running largest, and the weights as fragments of the next product."""
@@ -152,66 +179,77 @@ class PagedAttention:
                 place = (half * 8 + lane % 8) * self.chunks + T.bitwise_xor(step * 4 + T.floordiv(lane, 8), lane % 8)
                 do(T.ptx[LOAD](*(piece[i] for i in range(4)), self.ring.ptr_to([self.at.warp, slot, 0, place, 0])))
                 for part in range(2):
-                    q = [self.q[step * 4 + part * 2 + i] for i in range(2)]
-                    zero = T.uint32(0)
-                    do(T.ptx[self.mma](*c, q[0], zero, q[1], zero, piece[part * 2], piece[part * 2 + 1], *c))
+                    q = self._rows(lambda half, i, first=step * 4 + part * 2: self.q[half][first + i])
+                    do(T.ptx[self.mma](*c, *q, piece[part * 2], piece[part * 2 + 1], *c))
         scale = T.float32(self.query.scale * LOG2_E)
-        for half in range(2):
+        for part in range(2):
             for i in range(2):
-                token = tile * TILE + half * 8 + lane % 4 * 2 + i
+                token = tile * TILE + part * 8 + lane % 4 * 2 + i
                 visible = T.And(token >= self.first, token < self.end)
-                put(self.scores, T.Select(visible, self.scores[half * 4 + i] * scale, T.float32(LOWEST)), half * 4 + i)
-        seen = [0, 1, 4, 5]
-        top = self.scores[0]
+                for index in (part * 4 + half * 2 + i for half in range(self.halves)):
+                    put(self.scores, T.Select(visible, self.scores[index] * scale, T.float32(LOWEST)), index)
+        for half in range(self.halves):
+            self._weigh(half)
+
+    def _weigh(self, half: int) -> None:
+        """Scores of one half of the heads become weights; what has been summed so far shrinks with the largest."""
+        largest, total = self.largest[half], self.total[half]
+        seen = [half * 2 + index for index in (0, 1, 4, 5)]
+        top = self.scores[seen[0]]
         for index in seen[1:]:
             top = T.max(top, self.scores[index])
-        top = hold(T.max(self.largest[0], T.cuda.warp_max(hold(top), 4)))
-        shrink = hold(T.exp2(self.largest[0] - top))
-        put(self.largest, top)
-        put(self.total, self.total[0] * shrink)
+        top = hold(T.max(largest[0], T.cuda.warp_max(hold(top), 4)))
+        shrink = hold(T.exp2(largest[0] - top))
+        put(largest, top)
+        put(total, total[0] * shrink)
         for index in seen:
             put(self.scores, T.exp2(self.scores[index] - top), index)
-            put(self.total, self.total[0] + self.scores[index])
-        for half in range(2):
-            low, high = self.scores[half * 4], self.scores[half * 4 + 1]
-            do(T.ptx[f"cvt.rn.{self.kind}x2.f32"](self.weights[half], high, low))
+            put(total, total[0] + self.scores[index])
+        for part in range(2):
+            low, high = self.scores[part * 4 + half * 2], self.scores[part * 4 + half * 2 + 1]
+            do(T.ptx[f"cvt.rn.{self.kind}x2.f32"](self.weights[half * 2 + part], high, low))
         for index in range(self.dim // 8):
             for i in range(2):
-                put(self.sums, self.sums[index * 4 + i] * shrink, index * 4 + i)
+                place = index * 4 + half * 2 + i
+                put(self.sums, self.sums[place] * shrink, place)
 
     def _add_values(self, slot: Any) -> None:
-        lane, piece, zero = self.at.lane, register("uint32", 4), T.uint32(0)
+        lane, piece = self.at.lane, register("uint32", 4)
         for step in range(self.dim // 16):
             row = T.floormod(T.floordiv(lane, 8), 2) * 8 + lane % 8
             place = row * self.chunks + T.bitwise_xor(step * 2 + T.floordiv(lane, 16), lane % 8)
             do(T.ptx[LOAD_TRANSPOSED](*(piece[i] for i in range(4)), self.ring.ptr_to([self.at.warp, slot, 1, place, 0])))
             for part in range(2):
                 c = [self.sums[(step * 2 + part) * 4 + i] for i in range(4)]
-                weights = (self.weights[0], zero, self.weights[1], zero)
+                weights = self._rows(lambda half, i: self.weights[half * 2 + i])
                 do(T.ptx[self.mma](*c, *weights, piece[part * 2], piece[part * 2 + 1], *c))
 
     # -- the end -----------------------------------------------------------------------------------------------
 
     def _join_warps(self, keep: bool) -> None:
         """The sum of all warps' tiles, as one part of the row's result; `keep` leaves it in shared memory."""
-        at, head_row = self.at, T.floordiv(self.at.lane, 4)
-        put(self.total, T.cuda.warp_sum(self.total[0], 4))
-        with T.If(head_row < self.group), T.Then():
-            for index in range(self.dim // 8):
-                for i in range(2):
-                    column = index * 8 + at.lane % 4 * 2 + i
-                    T.buffer_store(self.shared_sums, self.sums[index * 4 + i], [at.warp, head_row, column])
-            with T.If(at.lane % 4 < 1), T.Then():
-                T.buffer_store(self.shared_stats, self.largest[0], [at.warp, head_row, 0])
-                T.buffer_store(self.shared_stats, self.total[0], [at.warp, head_row, 1])
+        for half in range(self.halves):
+            self._leave_sums(half)
         do(T.cuda.cta_sync())
-        threads = self.warps * 32
+        at, threads = self.at, self.warps * 32
 
         # A loop, not written out: the code of a kernel comes from memory once in every step.
         with T.serial(0, -(-self.group * self.dim // threads)) as turn:
             index = hold(turn * threads + at.warp * 32 + at.lane, "int32", "index")
             with T.If(index < self.group * self.dim), T.Then():
                 self._join_element(T.floordiv(index, self.dim), T.floormod(index, self.dim), keep)
+
+    def _leave_sums(self, half: int) -> None:
+        at, member, largest, total = self.at, self._member(half), self.largest[half], self.total[half]
+        put(total, T.cuda.warp_sum(total[0], 4))
+        with T.If(member < self.group), T.Then():
+            for index in range(self.dim // 8):
+                for i in range(2):
+                    column = index * 8 + at.lane % 4 * 2 + i
+                    T.buffer_store(self.shared_sums, self.sums[index * 4 + half * 2 + i], [at.warp, member, column])
+            with T.If(at.lane % 4 < 1), T.Then():
+                T.buffer_store(self.shared_stats, largest[0], [at.warp, member, 0])
+                T.buffer_store(self.shared_stats, total[0], [at.warp, member, 1])
 
     def _join_element(self, member: Any, d: Any, keep: bool) -> None:
         """One sum over the warps; the thread of column 0 joins the head's statistics, too."""

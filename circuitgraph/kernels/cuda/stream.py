@@ -9,6 +9,10 @@ ring is filled before the kernel waits for its predecessor: weights do not depen
 Quantised weights (see `formats`) have 64 or 128 columns a step, which are decoded between ring and `mma`. Scales of blocks
 are fetched once a tile, for the next one: `stream_scales`.
 
+Where a warp's share of a tile would be short, the block's warps are parted into teams, each of which takes tiles of its own:
+then fewer warps wait for each other, and the others go on meanwhile. x lies in shared memory then, since one of fewer warps
+has too many columns for its registers.
+
 With k_parts > 1 the columns are split over blocks too; a second launch adds the parts.
 """
 
@@ -33,10 +37,11 @@ STEP_WORDS = 16
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a product is cut. steps: of one warp per row group; groups: of 16 weight rows in a tile; stages: of the ring,
-    which divide the steps of a tile, so that slots are constants. step: columns of one. together: groups whose sums are
-    shared at once, where a group is short. scale_words: of a weight row in one step of a warp, 0 where they take no shared
-    memory; such a warp's steps lie side by side."""
+    """How a product is cut. warps: that share a tile; steps: of one of them per row group; groups: of 16 weight rows in a
+    tile; stages: of the ring, which divide the steps of a tile, so that slots are constants. step: columns of one. together:
+    groups whose sums are shared at once, where a group is short. scale_words: of a weight row in one step of a warp, 0 where
+    they take no shared memory; such a warp's steps lie side by side. teams: of `warps` each in a block; with more than one,
+    x lies in shared memory."""
 
     rows: int
     columns: int
@@ -48,6 +53,7 @@ class Geometry:
     step: int = 32
     together: int = 1
     scale_words: int = 0
+    teams: int = 1
 
     @property
     def row_blocks(self) -> int:
@@ -55,8 +61,21 @@ class Geometry:
 
     @property
     def shared_bytes(self) -> int:
-        scales = 2 * self.groups * 16 * self.steps * self.scale_words * 4
-        return self.warps * (self.stages * 1024 + scales + 2 * self.rows * 64 * self.together + self.row_blocks * 32)
+        scales = 2 * self.groups * 16 * self.scale_pitch * 4
+        each = self.stages * 1024 + scales + 2 * self.rows * 64 * self.together + self.row_blocks * 32
+        return self.teams * self.warps * each + (self.rows * self.columns * 2 if self.teams > 1 else 0)
+
+    @property
+    def scale_pitch(self) -> int:
+        """Words from a weight row's scales to the next's. Eight rows are read at once, from different banks: sixteen words
+        are turned round instead (`LineScales`)."""
+        words = self.steps * self.scale_words
+        return words + 4 if words % 8 == 0 and words != 16 else words
+
+    @property
+    def x_steps(self) -> int:
+        """Steps of x that a warp loads: its own, or its share of what all teams multiply."""
+        return self.steps // self.teams
 
     @property
     def stride(self) -> int:
@@ -90,7 +109,7 @@ def geometry(
     step = STEP_WORDS * (format.columns if format else 2)
     if rows > 32:
         return f"at most 32 rows, got {rows}"
-    for parts in (k_parts,) if k_parts else (1, 2, 3, 4, 6, 8):
+    for parts in (k_parts,) if k_parts else (1, 2, 3, 4, 5, 6, 8, 10):
         if columns % (parts * step * warps):
             continue
         steps = columns // (parts * step * warps)
@@ -162,19 +181,27 @@ class Stream:
     def emit(self, *, partial: Any = None, best: Partials | None = None, logits: Logits | None = None) -> None:
         """partial: [k_parts * rows, all columns] fp32, where the sums go instead of to the projections' `finish`."""
         cut = self.cut
-        with self.env.kernel(self.blocks, cut.warps, early=True) as at:
-            self.at, self.thread = at, at.warp * 32 + at.lane
+        warps = cut.teams * cut.warps
+        with self.env.kernel(self.blocks, warps, early=True) as at:
+            self.at = at
+            self.team = T.floordiv(at.warp, cut.warps) if cut.teams > 1 else 0
+            self.warp = T.floormod(at.warp, cut.warps) if cut.teams > 1 else at.warp
+            self.thread = self.warp * 32 + at.lane
             pool = SMEMPool()
-            self.ring = pool.alloc((cut.warps, cut.stages, 2, 32, 4), "uint32", align=128)
+            self.ring = pool.alloc((warps, cut.stages, 2, 32, 4), "uint32", align=128)
             self.scales: BlockScales | None = scales_for(self, pool)
-            self.shared = pool.alloc((2, cut.warps, cut.together * cut.rows * 16), "float32", align=16)
-            self.squares = pool.alloc((cut.warps, cut.row_blocks * 8), "float32", align=16)
+            self.shared = pool.alloc((2, warps, cut.together * cut.rows * 16), "float32", align=16)
+            self.squares = pool.alloc((warps, cut.row_blocks * 8), "float32", align=16)
+            if cut.teams > 1:
+                self.x_shared = pool.alloc((cut.columns // cut.step, 4, cut.rows, 4, 4), "uint32", align=128)
             pool.commit()
             self.part = hold(T.floormod(at.block, cut.k_parts), "int32") if cut.k_parts > 1 else 0
-            self.word = hold(self._word(2), "int32")
+            self.word = hold(self._word(2) if cut.teams == 1 else self._shared_word(), "int32")
             self.weight_word = self.word if self.format.storage is None else hold(self._word(self.format.columns), "int32")
             tile, turn = register("int32", name="tile"), register("int32", name="turn")
-            put(tile, T.floordiv(at.block, cut.k_parts))
+            stride = self.blocks // cut.k_parts * cut.teams
+            first = T.floordiv(at.block, cut.k_parts)
+            put(tile, first * cut.teams + self.team if cut.teams > 1 else first)
             put(turn, T.int32(0))
             here, ahead = register("uint64", 2, "here"), register("uint64", 2, "ahead")
             self._find(tile[0], here)
@@ -189,9 +216,11 @@ class Stream:
             self._load_x()
             inverse = self._fold_norm(weights) if self.norm else None
             self._order_x()
+            if cut.teams > 1:
+                self._share_x()
             state = Best() if best else None
             with T.While(tile[0] < self.tiles):
-                following = hold(tile[0] + self.blocks // cut.k_parts, "int32", "following")
+                following = hold(tile[0] + stride, "int32", "following")
                 self._find(following, ahead)
                 if self.scales:
                     self.scales.fetch(following)
@@ -200,7 +229,7 @@ class Stream:
                     factors = self._factors(tile[0], group)
                     for more in range(cut.together):
                         self._multiply(group + more, here, ahead, following)
-                    do(T.cuda.cta_sync())
+                    self._meet()
                     with T.If(self.thread < cut.together * cut.rows * self.width), T.Then():
                         sums = self._sums()
                         if inverse is not None:
@@ -216,12 +245,27 @@ class Stream:
                     self.scales.turn()
             if state is not None and best is not None:
                 state.merge_lanes((8, 4, 2, 1))
-                if cut.together > 1:
+                if cut.together * cut.teams > 1:
                     self._merge_together(state)
-                with T.If(T.And(at.lane % 16 < 1, self.thread < cut.rows * 16)), T.Then():
+                with T.If(T.And(at.lane % 16 < 1, self._first(self.thread < cut.rows * 16))), T.Then():
                     state.write(best, at.block, T.floordiv(self.thread, 16))
             if self.norm and self.norm.finish:
                 self._store_normed(self.norm.finish)
+
+    def _team(self) -> list[Any]:
+        """The warps that share a tile with this one."""
+        return [self.team * self.cut.warps + warp if self.cut.teams > 1 else warp for warp in range(self.cut.warps)]
+
+    def _first(self, condition: Any) -> Any:
+        """The condition, of the first team alone."""
+        return condition if self.cut.teams == 1 else T.And(condition, T.EQ(self.team, 0))
+
+    def _meet(self) -> None:
+        """All warps that share a tile are here. The first barrier of a block is that of all its threads."""
+        if self.cut.teams == 1:
+            do(T.cuda.cta_sync())
+        else:
+            do(T.ptx.bar.sync(T.Cast("uint32", self.team + 1), T.uint32(self.cut.warps * 32)))
 
     # -- weights -----------------------------------------------------------------------------------------------
 
@@ -229,7 +273,7 @@ class Stream:
         """Where the lane's first piece begins in a row of words of so many columns."""
         cut = self.cut
         first = self.part * (cut.columns // cut.k_parts // columns)
-        return first + self.at.warp * (cut.column(1) // columns) + self.at.lane % 4 * (cut.step // columns // 4)
+        return first + self.warp * (cut.column(1) // columns) + self.at.lane % 4 * (cut.step // columns // 4)
 
     def _find(self, tile: Any, target: Any) -> None:
         """Addresses of the lane's pieces of a tile's first step, for both halves of the 16 weight rows."""
@@ -256,8 +300,10 @@ class Stream:
     def _multiply(self, group: int, here: Any, ahead: Any, following: Any) -> None:
         """The steps of one row group; every slot is filled again as soon as it has been read."""
         cut, at = self.cut, self.at
-        sums, piece = register("float32", cut.row_blocks * 4, "sums"), register("uint32", 8, "weights")
-        zeros(sums, cut.row_blocks * 4)
+        sums = [register("float32", cut.row_blocks * 4, "sums") for _ in range(self._chains())]
+        piece = register("uint32", 8, "weights")
+        for chain in sums:
+            zeros(chain, cut.row_blocks * 4)
         for step in range(cut.steps):
             number = group * cut.steps + step
             slot = number % cut.stages
@@ -267,31 +313,48 @@ class Stream:
                     T.buffer_store(piece, self.ring[at.warp, slot, half, at.lane, v], [half * 4 + v])
             if self.format.storage is None:
                 for block in range(cut.row_blocks):
-                    c = [sums[block * 4 + i] for i in range(4)]
+                    c = [sums[0][block * 4 + i] for i in range(4)]
                     x = self._x(block, step)
                     do(T.ptx[self.mma](*c, piece[0], piece[4], piece[1], piece[5], x[0], x[1], *c))
                     do(T.ptx[self.mma](*c, piece[2], piece[6], piece[3], piece[7], x[2], x[3], *c))
+            elif self.format.scaled == "numbers":
+                words = self.scales.of_step(group, step) if self.scales else None
+                self._refill(slot, number, here, ahead, following)  # long before the decoding is done
+                self._multiply_decoded(sums, piece, words, step)
+                continue
             else:
-                self._multiply_decoded(sums, piece, group, step)
-            later, rest = divmod(number + cut.stages, cut.steps * cut.groups)
-            if later:
-                with T.If(following < self.tiles), T.Then():
-                    self._copy(slot, ahead, rest)
-            else:
-                self._copy(slot, here, rest)
-            do(T.ptx.cp.async_.commit_group())
-        self._share(sums, group % cut.together)
+                words = self.scales.of_step(group, step) if self.scales else None
+                self._multiply_decoded(sums, piece, words, step)
+            self._refill(slot, number, here, ahead, following)
+        for chain in sums[1:]:
+            for i in range(cut.row_blocks * 4):
+                put(sums[0], sums[0][i] + chain[i], i)
+        self._share(sums[0], group % cut.together)
 
-    def _multiply_decoded(self, sums: Any, piece: Any, group: int, step: int) -> None:
+    def _refill(self, slot: int, number: int, here: Any, ahead: Any, following: Any) -> None:
+        """Start the copies of the step that comes to this slot after the tile's step `number`."""
+        later, rest = divmod(number + self.cut.stages, self.cut.steps * self.cut.groups)
+        if later:
+            with T.If(following < self.tiles), T.Then():
+                self._copy(slot, ahead, rest)
+        else:
+            self._copy(slot, here, rest)
+        do(T.ptx.cp.async_.commit_group())
+
+    def _chains(self) -> int:
+        """Sums that take turns, where a product would wait for the one before: decoding leaves no time to hide that."""
+        return 2 if self.format.scaled == "numbers" and self.cut.row_blocks == 1 else 1
+
+    def _multiply_decoded(self, sums: Sequence[Any], piece: Any, words: list[Any] | None, step: int) -> None:
         """One step of quantised weights: word after word is decoded and multiplied."""
         cut, format = self.cut, self.format
-        words = self.scales.of_step(group, step) if self.scales else None
         scales = [format.scale_pairs(word, self.at.lane) for word in words] if words and format.scaled == "numbers" else None
         own = format.scaled == "sums"
-        totals = register("float32", cut.row_blocks * 4, "step") if own else sums
+        totals = [register("float32", cut.row_blocks * 4, "step")] if own else sums
         if own:
-            zeros(totals, cut.row_blocks * 4)
+            zeros(totals[0], cut.row_blocks * 4)
         for index in range(4):
+            columns = [self._x_word_of(block, step, index) for block in range(cut.row_blocks)] if cut.teams > 1 else None
             upper, lower = (
                 format.decode(piece[half * 4 + index], scales[half][index * len(scales[half]) // 4] if scales else None)
                 for half in range(2)
@@ -299,12 +362,12 @@ class Stream:
             for pair in range(0, len(upper), 2):
                 a = (upper[pair], lower[pair], upper[pair + 1], lower[pair + 1])
                 for block in range(cut.row_blocks):
-                    c = [totals[block * 4 + i] for i in range(4)]
-                    x = self._x(block, step)[index * len(upper) + pair :]
+                    c = [totals[index % len(totals)][block * 4 + i] for i in range(4)]
+                    x = (columns[block] if columns else self._x(block, step)[index * len(upper) :])[pair:]
                     do(T.ptx[self.mma](*c, *a, x[0], x[1], *c))
         if own and words:
             for i in range(cut.row_blocks * 4):
-                put(sums, sums[i] + totals[i] * words[i % 4 // 2], i)
+                put(sums[0], sums[0][i] + totals[0][i] * words[i % 4 // 2], i)
 
     def _share(self, sums: Any, more: int) -> None:
         """Leave the warp's sums where the finishing threads find them, as [group][row of x][weight row]."""
@@ -325,7 +388,7 @@ class Stream:
             place = self.thread if self.matrices == 1 else T.floordiv(self.thread, 8) * 16 + self.thread % 8 + matrix * 8
             total = register("float32", name="total")
             put(total, T.float32(0))
-            for warp in range(self.cut.warps):
+            for warp in self._team():
                 put(total, total[0] + self.shared[self.turn, warp, place])
             results.append(total[0])
         return results
@@ -360,20 +423,21 @@ class Stream:
         return [factor[0] for factor in factors]
 
     def _merge_together(self, state: Best) -> None:
-        """Bests of one row that threads of different groups keep, into that of the first group's."""
+        """Bests of one row that threads of different groups and teams keep, into that of the first group's in the first team."""
         cut = self.cut
         lines = cut.together * cut.rows
-        do(T.cuda.cta_sync())  # the last sums have been read
+        first = self._team()[0]
+        self._meet()  # the last sums have been read
         with T.If(T.And(self.at.lane % 16 < 1, self.thread < lines * 16)), T.Then():
             for part, value in enumerate((state.best, state.index, state.total)):
                 bits = value[0] if part != 1 else T.reinterpret("float32", value[0])
-                T.buffer_store(self.shared, bits, [0, 0, part * lines + T.floordiv(self.thread, 16)])
+                T.buffer_store(self.shared, bits, [0, first, part * lines + T.floordiv(self.thread, 16)])
         do(T.cuda.cta_sync())
-        with T.If(self.thread < cut.rows * 16), T.Then():
-            for more in range(1, cut.together):
-                best, index, total = (
-                    hold(self.shared[0, 0, part * lines + more * cut.rows + T.floordiv(self.thread, 16)]) for part in range(3)
-                )
+        with T.If(self._first(self.thread < cut.rows * 16)), T.Then():
+            for more in range(1, cut.teams * cut.together):
+                team, group = divmod(more, cut.together)
+                place = group * cut.rows + T.floordiv(self.thread, 16)
+                best, index, total = (hold(self.shared[0, team * cut.warps, part * lines + place]) for part in range(3))
                 state.merge(best, T.reinterpret("int32", index), total)
 
     def _finish(self, tile: Any, group: int, sums: list[Any], partial: Any, state: Best | None, logits: Any) -> None:
@@ -400,17 +464,17 @@ class Stream:
     def _load_x(self) -> None:
         cut = self.cut
         self.each = cut.step // 8  # words of a lane's x in a step
-        self.fragments = register("uint32", cut.row_blocks * cut.steps * self.each, "x")
+        self.fragments = register("uint32", cut.row_blocks * cut.x_steps * self.each, "x")
         for block in range(cut.row_blocks):
             row = T.min(block * 8 + T.floordiv(self.at.lane, 4), T.int32(cut.rows - 1))
-            for step in range(cut.steps):
+            for step in range(cut.x_steps):
                 x = self._x(block, step)
                 for first in range(0, self.each, 4):
                     do(T.ptx["ld.global.v4.b32"](*x[first : first + 4], self.x.ptr_to([row, self._x_word(step, first)])))
 
     def _x(self, block: int, step: int) -> list[Any]:
         """The lane's words of 8 rows of x that go with a step's weights."""
-        return [self.fragments[(block * self.cut.steps + step) * self.each + i] for i in range(self.each)]
+        return [self.fragments[(block * self.cut.x_steps + step) * self.each + i] for i in range(self.each)]
 
     def _x_word(self, step: int, word: int) -> Any:
         return self.word + (step * (self.cut.stride // 2) + word)
@@ -420,16 +484,43 @@ class Stream:
         if self.format.storage is None:
             return
         each = self.format.columns // 2
-        for first in range(0, self.cut.row_blocks * self.cut.steps * self.each, each):
+        for first in range(0, self.cut.row_blocks * self.cut.x_steps * self.each, each):
             for index, pair in enumerate(self.format.order([self.fragments[first + i] for i in range(each)])):
                 put(self.fragments, pair, first + index)
+
+    def _shared_word(self) -> Any:
+        """As `_word`, of the columns whose x this warp loads for all teams."""
+        cut = self.cut
+        return self.at.warp * (cut.x_steps * cut.step // 2) + self.at.lane % 4 * (cut.step // 8)
+
+    def _share_x(self) -> None:
+        """Leave the warp's part of x, in the order of decoded weights, where all warps find it."""
+        cut, lane = self.cut, self.at.lane
+        for block in range(cut.row_blocks):
+            row = hold(block * 8 + T.floordiv(lane, 4), "int32")
+            with T.If(row < cut.rows), T.Then():
+                for step in range(cut.x_steps):
+                    for index in range(4):
+                        with T.vectorized(0, 4) as v:
+                            first = (block * cut.x_steps + step) * self.each + index * 4
+                            place = [self.at.warp * cut.x_steps + step, index, row, lane % 4, v]
+                            T.buffer_store(self.x_shared, self.fragments[first + v], place)
+        do(T.cuda.cta_sync())
+
+    def _x_word_of(self, block: int, step: int, index: int) -> Any:
+        """The words of x, of up to 8 rows, that go with one word of weights."""
+        x = register("uint32", 4, "x")
+        row = T.min(block * 8 + T.floordiv(self.at.lane, 4), T.int32(self.cut.rows - 1))
+        with T.vectorized(0, 4) as v:
+            T.buffer_store(x, self.x_shared[self.warp * self.cut.steps + step, index, row, self.at.lane % 4, v], [v])
+        return [x[i] for i in range(4)]
 
     def _norm_weights(self) -> Any:
         if self.norm is None:
             return None
         each = self.cut.step // 8
-        weights = register("uint32", self.cut.steps * each, "norm_weights")
-        for step in range(self.cut.steps):
+        weights = register("uint32", self.cut.x_steps * each, "norm_weights")
+        for step in range(self.cut.x_steps):
             for first in range(0, each, 4):
                 words = [weights[step * each + first + i] for i in range(4)]
                 do(T.ptx["ld.global.nc.v4.b32"](*words, self.norm.weight.ptr_to([self._x_word(step, first)])))
@@ -446,7 +537,7 @@ class Stream:
         for block in range(cut.row_blocks):
             zeros(sums, 4)
             c = [sums[i] for i in range(4)]
-            for step in range(cut.steps):
+            for step in range(cut.x_steps):
                 x = self._x(block, step)
                 for low, high in ((i, i + 1) for i in range(0, self.each, 2)):
                     do(T.ptx[self.mma](*c, x[low], T.uint32(0), x[high], T.uint32(0), x[low], x[high], *c))
@@ -454,8 +545,8 @@ class Stream:
                 with T.If(T.EQ(T.floordiv(at.lane, 4), at.lane % 4 * 2 + odd)), T.Then():
                     T.buffer_store(self.squares, sums[odd], [at.warp, block * 8 + T.floordiv(at.lane, 4)])
         for block in range(cut.row_blocks):
-            for index in range(cut.steps * self.each):
-                x = self.fragments[block * cut.steps * self.each + index]
+            for index in range(cut.x_steps * self.each):
+                x = self.fragments[block * cut.x_steps * self.each + index]
                 if norm.zero_centred:
                     do(T.ptx[f"fma.rn.{self.kind}x2"](x, x, weights[index], x))
                 elif self.kind == "f16" or architecture_of(self.env.plan).multiply:
@@ -469,14 +560,14 @@ class Stream:
         assert self.norm is not None
         total = register("float32")
         put(total, T.float32(0))
-        for warp in range(self.cut.warps):
+        for warp in range(self.cut.teams * self.cut.warps):
             put(total, total[0] + self.squares[warp, row])
         return hold(T.rsqrt(total[0] * T.float32(1.0 / self.cut.columns) + T.float32(self.norm.eps)))
 
     def _store_normed(self, finish: Callable[[Any, Any, Any], None]) -> None:
         """The last blocks, which have the fewest tiles, write one row each."""
         row = hold(self.blocks - 1 - self.at.block, "int32")
-        with T.If(row < self.cut.rows), T.Then():
+        with T.If(self._first(row < self.cut.rows)), T.Then():
             finish(row, self.thread, self._inverse(row))
 
 

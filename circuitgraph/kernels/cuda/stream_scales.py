@@ -65,7 +65,7 @@ class StepScales:
     def _load(self, tile: Any, target: Any) -> None:
         stream, cut = self.stream, self.stream.cut
         step = T.min(stream.at.lane % self.STEPS, T.int32(cut.steps - 1))
-        column = stream.part * (cut.columns // cut.k_parts) + cut.column(stream.at.warp) + step * cut.stride
+        column = stream.part * (cut.columns // cut.k_parts) + cut.column(stream.warp) + step * cut.stride
         column = hold(T.floordiv(column, stream.format.scale_columns), "int32")
 
         def address(segment: Any) -> Any:
@@ -96,7 +96,7 @@ class LineScales:
     def __init__(self, stream: Stream, pool: Any):
         self.stream, cut = stream, stream.cut
         self.words, self.lines = cut.steps * cut.scale_words, cut.groups * 16
-        self.buffer = pool.alloc((cut.warps, 2, self.lines, self.words), "uint32", align=16)
+        self.buffer = pool.alloc((cut.teams * cut.warps, 2, self.lines, cut.scale_pitch), "uint32", align=16)
         self.size = next(size for size in (4, 2, 1) if self.words % size == 0)
         self.side = register("int32", name="side")
 
@@ -115,7 +115,7 @@ class LineScales:
         """They arrive with the tile's first step at the latest, since the ring is no longer than a tile."""
         stream, cut = self.stream, self.stream.cut
         pieces = self.words // self.size
-        begin = stream.part * (cut.warps * self.words) + stream.at.warp * self.words
+        begin = stream.part * (cut.warps * self.words) + stream.warp * self.words
         for index in range(-(-self.lines * pieces // 32)):
             number = index * 32 + stream.at.lane
             line, piece = hold(T.floordiv(number, pieces), "int32"), hold(T.floormod(number, pieces) * self.size, "int32")
@@ -124,7 +124,7 @@ class LineScales:
                     stream, tile, lambda segment, line=line, piece=piece: self._place(segment, tile, line, begin + piece)
                 )
                 copy = COPY if self.size == 4 else COPY_WORD
-                target = self.buffer.ptr_to([stream.at.warp, side, line, piece])
+                target = self.buffer.ptr_to([stream.at.warp, side, line, self._turned(line, piece)])
                 do(T.ptx[copy](target, T.reinterpret("handle", hold(source, "uint64")), 4 * self.size))
 
     def _place(self, segment: Any, tile: Any, line: Any, word: Any) -> Any:
@@ -142,4 +142,9 @@ class LineScales:
         lane = stream.at.lane
         word = step * cut.scale_words + T.floordiv(lane % 4 * cut.scale_words, 4)
         lines = [group * 16 + half * 8 + T.floordiv(lane, 4) for half in range(2)]
-        return [hold(self.buffer[stream.at.warp, self.side[0], line, word], "uint32") for line in lines]
+        return [hold(self.buffer[stream.at.warp, self.side[0], line, self._turned(line, word)], "uint32") for line in lines]
+
+    def _turned(self, line: Any, word: Any) -> Any:
+        """Where a word of a line lies. Lines of sixteen words begin in two banks alone, so each pair of lines has its pieces
+        of four words in another order."""
+        return T.bitwise_xor(word, T.floordiv(line, 2) % 4 * 4) if self.words == 16 else word

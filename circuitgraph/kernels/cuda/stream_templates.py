@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from ...circuit.ir import Node
+from ...circuit.ir import FOUR_BIT, Node
 from ...circuit.types import TensorType
 from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, meeting, within
@@ -35,17 +37,22 @@ from .stream import Geometry, Norm, Stream, emit_add_parts, geometry, tiles_of
 from .stream_scales import StepScales
 from .values import store
 
+TEAM_STAGES = 4
+"""Of the ring of a warp in a team: longer ones were 2 % slower on an H200."""
+
 
 @dataclass(frozen=True)
 class StreamParams:
     """warps: of a block; stages: of the ring, about; k_parts: parts of the columns over blocks, 0 for the fewest that fit;
-    registers: of a thread for x; fold_norm: apply an RMSNorm inside instead of in a launch of its own."""
+    registers: of a thread for x; fold_norm: apply an RMSNorm inside instead of in a launch of its own; teams: that the warps are
+    parted into at most where weights have four bits."""
 
     warps: int = within(16, 1, 16)
     stages: int = within(8, 4, 16)
     k_parts: int = within(0, 0, 16)
-    registers: int = within(96, 4, 128)
+    registers: int = within(96, 4, 160)
     fold_norm: bool = True
+    teams: int = within(4, 1, 4)
 
 
 def cut_of(plan: Plan, group: Group, params: StreamParams) -> Geometry | str:
@@ -54,10 +61,11 @@ def cut_of(plan: Plan, group: Group, params: StreamParams) -> Geometry | str:
     anchors = [anchors for anchors, _ in meeting(group)]
     heights = [int(types[together[0].inputs[1]].shape[0]) for together in anchors]  # type: ignore[union-attr]
 
-    def work(groups: int, parts: int) -> float:
+    def work(groups: int, parts: int, teams: int = 1) -> float:
+        """Row groups that the busiest team takes, for tiles of so many groups, and so many parts of the columns."""
         tiles = [tiles_of(height, 16 // len(anchors[0]), groups) for height in heights]
-        blocks = architecture_of(plan).processors // parts
-        return math.inf if None in tiles else -(-sum(count or 0 for count in tiles) // blocks) * groups
+        takers = architecture_of(plan).processors // parts * teams
+        return math.inf if None in tiles else -(-sum(count or 0 for count in tiles) // takers) * groups
 
     format = format_of(plan, group)
 
@@ -71,9 +79,27 @@ def cut_of(plan: Plan, group: Group, params: StreamParams) -> Geometry | str:
     # A step of so many columns divides fewer numbers of them: then fewer warps have longer rings.
     tried = [(params.warps // less, params.stages * less) for less in (1, 2, 4) if params.warps % less == 0]
     cuts = [cut(warps, n) for warps, stages in tried for n in range(min(stages, 16), 3, -1)]
-    sizes = [one for some in cuts if isinstance(some, Geometry) for one in shared_together(some, 16 // len(anchors[0]))]
+    found = [one for one in cuts if isinstance(one, Geometry)]
+    if format.name in FOUR_BIT and params.k_parts < 2:
+        found = [*parted(plan.rows, columns, params, work, format), *found]
+    sizes = [one for some in found for one in shared_together(some, 16 // len(anchors[0]))]
     sizes = [one for one in sizes if one.shared_bytes <= ARCHITECTURES[DEFAULT].shared_bytes]
     return fitting(plan, sizes, lambda one: one.shared_bytes) if sizes else str(cuts[0])
+
+
+def parted(rows: int, columns: int, params: StreamParams, work: Callable[..., float], format: Format) -> list[Geometry]:
+    """Cuts whose warps are parted into teams, most of them first, as long as no warp has more steps for it.
+
+    work: see `cut_of`.
+    """
+    cuts = []
+    for teams in range(params.teams, 0, -1):
+        of_teams, warps = partial(work, teams=teams), params.warps // teams
+        cut = geometry(rows, columns, warps, TEAM_STAGES, 1, params.registers * teams, of_teams, format)
+        if params.warps % teams == 0 and isinstance(cut, Geometry) and cut.steps % teams == 0 and rows * 16 <= warps * 32:
+            cuts.append(replace(cut, teams=teams))
+    steps = [work(cut.groups, 1, teams=cut.teams) * cut.steps for cut in cuts]
+    return [cut for cut, count in zip(cuts, steps, strict=True) if cut.teams > 1 and count == min(steps)]
 
 
 def shared_together(cut: Geometry, width: int) -> list[Geometry]:

@@ -11,11 +11,12 @@ from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, refuse_packed, within
 from .architectures import architecture_of, fitting
 from .attention import emit_combine, emit_plain_attention
+from .block_templates import AttendBlocks
 from .epilogue import refuse_epilogue
 from .experts_templates import MixturePlain, MixtureStream
 from .head_templates import HeadPlain, HeadStream
 from .latent_templates import LatentPlain, LatentWarpgroups
-from .paged import CLUSTER, PagedAttention, shared_bytes
+from .paged import CLUSTER, PagedAttention, groups_of, shared_bytes
 from .plain import WARPS, emit_plain, emit_plain_top1, emit_top1_final
 from .row_program import emit_rows, refuse_rows, sinks_of
 from .shared import (
@@ -38,9 +39,11 @@ from .shared import (
 )
 from .stream_templates import LinearStream, Top1Stream
 from .tile_templates import LinearTiles, Top1Tiles
+from .warpgroup_templates import LinearWarpgroups, Top1Warpgroups
 
 __all__ = [
     "Attend",
+    "AttendBlocks",
     "AttendPaged",
     "HeadPlain",
     "HeadStream",
@@ -49,12 +52,14 @@ __all__ = [
     "LinearPlain",
     "LinearStream",
     "LinearTiles",
+    "LinearWarpgroups",
     "MixturePlain",
     "MixtureStream",
     "Rows",
     "Top1Plain",
     "Top1Stream",
     "Top1Tiles",
+    "Top1Warpgroups",
     "emit_copy",
 ]
 
@@ -169,9 +174,10 @@ class AttendPaged(Kernel):
             return f"needs queries and cache in bf16 or f16, both the same, got {', '.join(sorted(dtypes))}"
         if dim not in (64, 128, 256):
             return f"head size {dim}"
-        if heads % kv_heads or heads // kv_heads > 8:
+        cut = groups_of(heads, kv_heads)
+        if cut is None:
             return f"{heads} query heads over {kv_heads}"
-        used = shared_bytes(dim, heads // kv_heads, *AttendPaged.cut(plan, group, params))
+        used = shared_bytes(dim, cut[1], *AttendPaged.cut(plan, group, params))
         if used > architecture_of(plan).shared_bytes:
             return f"needs {used} B of shared memory"
         parts = AttendPaged.parts(plan, group, params)
@@ -190,12 +196,15 @@ class AttendPaged(Kernel):
         heads, dim, kv_heads, _ = attend_facts(plan, group)
         cuts = [(params.warps, stages) for stages in range(params.stages, 1, -1)]
         cuts += [(params.warps >> shift, 2) for shift in range(1, 3) if params.warps >> shift]
-        return fitting(plan, cuts, lambda cut: shared_bytes(dim, heads // kv_heads, *cut))
+        _, members = groups_of(heads, kv_heads) or (1, heads // kv_heads)
+        return fitting(plan, cuts, lambda cut: shared_bytes(dim, members, *cut))
 
     @staticmethod
     def parts(plan: Plan, group: Group, params: Any) -> int:
         most = CLUSTER if AttendPaged.joins(plan, params) else 32
-        share = architecture_of(plan).processors / (plan.rows * attend_facts(plan, group)[2])
+        heads, _, kv_heads, _ = attend_facts(plan, group)
+        groups, _ = groups_of(heads, kv_heads) or (1, 0)
+        share = architecture_of(plan).processors / (plan.rows * kv_heads * groups)
         return params.parts or max(1, min(most, 1 << round(math.log2(max(share, 1)))))
 
     @staticmethod

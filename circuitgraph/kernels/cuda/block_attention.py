@@ -1,0 +1,315 @@
+"""Paged attention of blocks: rows that lie side by side and, as a rule, are of one sequence, read its cache once.
+
+A block of threads has the rows of one block, one KV head and a part of the context. The rows of its `mma` are the queries of all
+those rows and of all query heads that share the KV head, 16 a warp; tiles of 64 cache rows go through a ring that all warps
+share. Each row has its own end. Rows of several sequences are taken one sequence after the other: nothing is assumed of them.
+
+The parts are a cluster of thread blocks, which read each other's sums from shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.backend.cuda.lang.alloc_pool import SMEMPool
+from tvm.tirx.script import builder as T
+
+from .attention import Query
+from .latent import power_of_two
+from .paged import LOAD_TRANSPOSED
+from .values import COPY, LOAD, LOG2_E, LOWEST, do, from_lane, hold, load_int, put, register, wide, zeros
+
+TILE = 64
+"""Cache rows of a tile."""
+FLOOR = LOWEST / 2
+"""The largest score so far of a row that has seen nothing: a hidden row's weight beside it is zero."""
+TOGETHER = 4
+"""Elements that a thread joins at once: what they read from other blocks is on its way together."""
+
+
+def warps_of(block: int, group: int) -> int:
+    """Of a thread block: 16 queries each."""
+    return block * group // 16
+
+
+def shared_bytes(dim: int, block: int, group: int, stages: int, parts: int) -> int:
+    queries = block * group
+    return max(stages * 2 * TILE * dim * 2, queries * dim * 4) + queries * (2 + parts) * 4
+
+
+class BlockAttention:
+    """One launch. words: q as [rows, heads * dim / 2] words; kind: bf16 or f16, of q and cache; block: rows that lie together."""
+
+    def __init__(self, env: Any, query: Query, words: Any, kind: str, *, block: int, stages: int):
+        self.env, self.query, self.words, self.kind = env, query, words, kind
+        self.block, self.stages = block, stages
+        self.rows, self.heads, self.dim = (int(size) for size in query.q.shape)
+        self.kv_heads = query.keys.heads
+        self.group = self.heads // self.kv_heads
+        self.queries, self.warps = block * self.group, warps_of(block, self.group)
+        self.chunks, self.each = self.dim // 8, TILE // self.warps
+        """16 bytes of a cache row; rows of a tile that a warp copies."""
+        self.mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+
+    def emit(self, finish: Callable[[Any, Any, Any, Any], None]) -> None:
+        """finish(row, head, column, value): what to do with the results; zero where a row sees nothing."""
+        parts = self.query.parts
+        blocks = -(-self.rows // self.block) * self.kv_heads * parts
+        with self.env.kernel(blocks, self.warps, early=True, cluster=parts) as at:
+            self.at, self.thread = at, hold(at.warp * 32 + at.lane, "int32", "thread")
+            self._share()
+            self.first_row = hold(T.floordiv(at.block, self.kv_heads * parts) * self.block, "int32", "first_row")
+            self.kv_head = hold(T.floormod(T.floordiv(at.block, parts), self.kv_heads), "int32", "kv_head")
+            self.part = hold(T.floormod(at.block, parts), "int32", "part")
+            self._find_rows()
+            self.env.wait()  # the newest rows of the cache are of the kernel before
+            self._load_queries()
+            self._reset()
+            open_rows, lead = register("int32", name="open"), register("int32", name="lead")
+            put(open_rows, T.Select(self.row_end[0] > 0, T.int32(1), T.int32(0)))
+            put(lead, self._first_open(open_rows[0]))
+            with T.While(lead[0] < 32):
+                sequence = from_lane(self.row_sequence[0], lead[0], "int32")
+                self._attend(sequence)
+                put(open_rows, T.Select(T.EQ(self.row_sequence[0], sequence), T.int32(0), open_rows[0]))
+                put(lead, self._first_open(open_rows[0]))
+            self._join(finish)
+
+    def _share(self) -> None:
+        pool = SMEMPool()
+        words = max(self.stages * 2 * TILE * self.chunks * 4, self.queries * self.dim)
+        self.memory = pool.alloc((words,), "uint32", align=128)
+        self.stats = pool.alloc((self.queries, 2), "float32", align=16)
+        self.shares = pool.alloc((self.query.parts, self.queries), "float32", align=16)
+        pool.commit()
+        shape = (self.stages, 2, TILE * self.chunks, 4)
+        self.ring = T.decl_buffer(shape, "uint32", data=self.memory.data, scope="shared.dyn")
+        self.sums_of_block = T.decl_buffer((self.queries, self.dim), "float32", data=self.memory.data, scope="shared.dyn")
+
+    # -- the rows of the block ---------------------------------------------------------------------------------
+
+    def _find_rows(self) -> None:
+        """Lane i of every warp keeps the sequence and the end of row i of the block, and each thread of its two queries."""
+        lane = self.at.lane
+        self.row_sequence, self.row_end = register("int32", name="row_sequence"), register("int32", name="row_end")
+        put(self.row_sequence, T.int32(-1))
+        put(self.row_end, T.int32(0))
+        with T.If(T.And(lane < self.block, self.first_row + lane < self.rows)), T.Then():
+            put(self.row_end, load_int(self.query.length, [self.first_row + lane]))
+            # A row of length 0 is idle: its sequence means nothing.
+            with T.If(self.row_end[0] > 0), T.Then():
+                put(self.row_sequence, load_int(self.query.seq, [self.first_row + lane]))
+        self.sequences, self.ends = register("int32", 2, "sequences"), register("int32", 2, "ends")
+        for half in range(2):
+            row = hold(T.floordiv(self._place(half), self.group), "int32")
+            put(self.sequences, from_lane(self.row_sequence[0], row, "int32"), half)
+            put(self.ends, from_lane(self.row_end[0], row, "int32"), half)
+
+    def _place(self, half: int) -> Any:
+        """One of a thread's two queries, among those of the block."""
+        return self.at.warp * 16 + half * 8 + T.floordiv(self.at.lane, 4)
+
+    def _first_open(self, open_rows: Any) -> Any:
+        """The first row that has not been attended to, or 32."""
+        return hold(T.cuda.warp_min(hold(T.Select(open_rows > 0, self.at.lane, T.int32(32)), "int32")), "int32")
+
+    def _load_queries(self) -> None:
+        """As fragments of the scores' product. Rows that there are not are replaced by the last one: they see nothing."""
+        lane = self.at.lane
+        self.q = register("uint32", self.dim // 4, "q")
+        for half in range(2):
+            place = self._place(half)
+            row = hold(T.min(self.first_row + T.floordiv(place, self.group), T.int32(self.rows - 1)), "int32")
+            head = self.kv_head * self.group + T.floormod(place, self.group)
+            first = hold(head * (self.dim // 2) + lane % 4, "int32")
+            for index in range(self.dim // 8):
+                target = self.q[index // 2 * 4 + index % 2 * 2 + half]
+                do(T.ptx["ld.global.b32"](target, self.words.ptr_to([row, first + index * 4])))
+
+    def _reset(self) -> None:
+        self.sums = register("float32", self.dim // 2, "sums")
+        self.scores = register("float32", TILE // 2, "scores")
+        self.largest, self.total = register("float32", 2, "largest"), register("float32", 2, "total")
+        zeros(self.sums, self.dim // 2)
+        zeros(self.largest, 2, FLOOR)
+        zeros(self.total, 2)
+
+    # -- one sequence ------------------------------------------------------------------------------------------
+
+    def _attend(self, sequence: Any) -> None:
+        """All tiles of this part of a sequence's context, for the rows that are of it."""
+        mine = T.Select(T.EQ(self.row_sequence[0], sequence), self.row_end[0], T.int32(0))
+        self.longest = hold(T.cuda.warp_max(hold(mine, "int32")), "int32", "longest")
+        self.first = hold(T.max(load_int(self.query.start, [sequence]), T.int32(0)), "int32", "first")
+        self.visible = register("int32", 2, "visible")
+        for half in range(2):
+            put(self.visible, T.Select(T.EQ(self.sequences[half], sequence), self.ends[half], T.int32(0)), half)
+        parts, stages = self.query.parts, self.stages
+        tile, slot = register("int32", name="tile"), register("int32", name="slot")
+        first_tile = hold(T.floordiv(self.first, TILE), "int32")
+        last_tile = T.Select(self.first < self.longest, T.floordiv(self.longest + (TILE - 1), TILE), first_tile)
+        last_tile = hold(last_tile, "int32")
+        each = hold(T.floordiv(last_tile - first_tile + (parts - 1), parts), "int32")
+        put(tile, first_tile + self.part * each)
+        self.stop = hold(T.min(tile[0] + each, last_tile), "int32", "stop")
+        put(slot, T.int32(0))
+        for stage in range(stages - 1):
+            self._copy(sequence, tile[0] + stage, stage)
+        with T.While(tile[0] < self.stop):
+            do(T.ptx.cp.async_.wait_group(stages - 2))
+            do(T.cuda.cta_sync())
+            behind = hold(T.Select(T.EQ(slot[0], 0), T.int32(stages - 1), slot[0] - 1), "int32")
+            self._copy(sequence, tile[0] + (stages - 1), behind)
+            self._score(tile[0], slot[0])
+            self._add_values(slot[0])
+            put(tile, tile[0] + 1)
+            put(slot, T.Select(T.EQ(slot[0], stages - 1), T.int32(0), slot[0] + 1))
+        do(T.ptx.cp.async_.wait_group(0))
+        do(T.cuda.cta_sync())
+
+    def _copy(self, sequence: Any, tile: Any, slot: Any) -> None:
+        """Start the copies of a warp's rows of a tile: 16 bytes a lane, chunks swizzled by row against bank conflicts. Rows that
+        nobody sees are replaced by one that somebody does: nothing unknown is read."""
+        tile = hold(tile, "int32")
+        before = self.at.warp * self.each
+        with T.If(tile < self.stop), T.Then():
+            token = tile * TILE + before + self.at.lane % self.each
+            token = hold(T.min(T.max(token, self.first), self.longest - 1), "int32")
+            found = hold(T.Cast("int32", self.query.line(sequence, token, self.kv_head)), "int32")
+            for index in range(self.each * self.chunks // 32):
+                piece = index * 32 + self.at.lane
+                row, chunk = hold(T.floordiv(piece, self.chunks), "int32"), T.floormod(piece, self.chunks)
+                line = from_lane(found, row, "int32")
+                place = (before + row) * self.chunks + T.bitwise_xor(chunk, T.bitwise_and(before + row, 7))
+                for half, cache in enumerate((self.query.keys, self.query.values)):
+                    source = cache.lines.ptr_to([wide(line), wide(chunk * 8)])
+                    do(T.ptx[COPY](self.ring.ptr_to([slot, half, place, 0]), source, 16))
+        do(T.ptx.cp.async_.commit_group())
+
+    def _score(self, tile: Any, slot: Any) -> None:
+        """Scores of 64 cache rows, the running largest, and the weights in the scores' place."""
+        lane, pieces = self.at.lane, register("uint32", TILE // 2, "pieces")
+        zeros(self.scores, TILE // 2)
+        for step in range(self.dim // 32):
+            for eight in range(TILE // 8):  # all on their way before the first is used
+                place = (eight * 8 + lane % 8) * self.chunks + T.bitwise_xor(step * 4 + T.floordiv(lane, 8), lane % 8)
+                do(T.ptx[LOAD](*(pieces[eight * 4 + i] for i in range(4)), self.ring.ptr_to([slot, 0, place, 0])))
+            for part in range(2):
+                for eight in range(TILE // 8):
+                    c = [self.scores[eight * 4 + i] for i in range(4)]
+                    q = [self.q[(step * 2 + part) * 4 + i] for i in range(4)]
+                    do(T.ptx[self.mma](*c, *q, pieces[eight * 4 + part * 2], pieces[eight * 4 + part * 2 + 1], *c))
+        scale = T.float32(self.query.scale * LOG2_E)
+        first = hold(tile * TILE + lane % 4 * 2, "int32")
+        for half in range(2):
+            mine = [eight * 4 + half * 2 + i for eight in range(TILE // 8) for i in range(2)]
+            top = self.largest[half]
+            for index in mine:
+                token = first + (index // 4 * 8 + index % 2)
+                seen = T.And(token >= self.first, token < self.visible[half])
+                put(self.scores, T.Select(seen, self.scores[index] * scale, T.float32(LOWEST)), index)
+                top = T.max(top, self.scores[index])
+            top = hold(T.cuda.warp_max(hold(top), 4))
+            shrink = power_of_two(self.largest[half] - top)
+            put(self.largest, top, half)
+            put(self.total, self.total[half] * shrink, half)
+            for index in mine:
+                put(self.scores, power_of_two(self.scores[index] - top), index)
+                put(self.total, self.total[half] + self.scores[index], half)
+            for index in range(self.dim // 8):
+                for i in range(2):
+                    put(self.sums, self.sums[index * 4 + half * 2 + i] * shrink, index * 4 + half * 2 + i)
+
+    def _add_values(self, slot: Any) -> None:
+        lane, weights = self.at.lane, register("uint32", 4, "weights")
+        pieces = register("uint32", self.dim // 4, "pieces")
+        for sixteen in range(TILE // 16):
+            row = sixteen * 16 + T.floormod(T.floordiv(lane, 8), 2) * 8 + lane % 8
+            for step in range(self.dim // 16):
+                place = row * self.chunks + T.bitwise_xor(step * 2 + T.floordiv(lane, 16), lane % 8)
+                target = (pieces[step * 4 + i] for i in range(4))
+                do(T.ptx[LOAD_TRANSPOSED](*target, self.ring.ptr_to([slot, 1, place, 0])))
+            for index in range(4):  # the sums of one product are the fragments of the next
+                pair = (sixteen * 2 + index // 2) * 4 + index % 2 * 2
+                do(T.ptx[f"cvt.rn.{self.kind}x2.f32"](weights[index], self.scores[pair + 1], self.scores[pair]))
+            for eight in range(self.dim // 8):
+                c = [self.sums[eight * 4 + i] for i in range(4)]
+                a = [weights[i] for i in range(4)]
+                do(T.ptx[self.mma](*c, *a, pieces[eight * 2], pieces[eight * 2 + 1], *c))
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def _join(self, finish: Callable[[Any, Any, Any, Any], None]) -> None:
+        """Every block of the cluster finishes some of the elements, with all blocks' sums."""
+        at, parts = self.at, self.query.parts
+        for half in range(2):
+            put(self.total, T.cuda.warp_sum(self.total[half], 4), half)
+            place = self._place(half)
+            for index in range(self.dim // 8):
+                for i in range(2):
+                    column = index * 8 + at.lane % 4 * 2 + i
+                    T.buffer_store(self.sums_of_block, self.sums[index * 4 + half * 2 + i], [place, column])
+            with T.If(at.lane % 4 < 1), T.Then():
+                T.buffer_store(self.stats, self.largest[half], [place, 0])
+                T.buffer_store(self.stats, self.total[half], [place, 1])
+        self._cluster_sync()
+        threads = self.warps * 32
+        with T.If(self.thread < self.queries), T.Then():
+            self._weigh_parts()
+        do(T.cuda.cta_sync())
+        count = self.queries * self.dim
+        with T.serial(0, -(-count // (parts * threads * TOGETHER))) as turn:
+            elements = []
+            for several in range(TOGETHER):
+                index = ((turn * TOGETHER + several) * parts + self.part) * threads + self.thread
+                place = hold(T.floordiv(index, self.dim), "int32")
+                inside = T.And(place < self.queries, self.first_row + T.floordiv(place, self.group) < self.rows)
+                inside = hold(T.Cast("int32", inside), "int32")
+                nearest, column = T.min(place, T.int32(self.queries - 1)), hold(T.floormod(index, self.dim), "int32")
+                found = [self._of_block(part, self.sums_of_block.ptr_to([nearest, column])) for part in range(parts)]
+                elements.append((inside, place, column, found))
+            for inside, place, column, found in elements:
+                value = T.float32(0)
+                for part, partial in enumerate(found):
+                    value = value + self.shares[part, T.min(place, T.int32(self.queries - 1))] * partial
+                row = hold(self.first_row + T.floordiv(place, self.group), "int32")
+                head = hold(self.kv_head * self.group + T.floormod(place, self.group), "int32")
+                with T.If(inside > 0), T.Then():
+                    finish(row, head, column, hold(value))
+        if parts > 1:
+            self._cluster_sync()  # the others may still be reading this block's sums
+
+    def _weigh_parts(self) -> None:
+        """What each part of a query's context counts: zero where there is nothing to see."""
+        parts = self.query.parts
+        found = [[self._of_block(part, self.stats.ptr_to([self.thread, i])) for i in range(2)] for part in range(parts)]
+        top, total = register("float32", name="top"), register("float32", name="joined")
+        put(top, T.float32(FLOOR))
+        put(total, T.float32(0))
+        for largest, _ in found:
+            put(top, T.max(top[0], largest))
+        shares = [hold(T.exp2(largest - top[0])) for largest, _ in found]
+        for share, (_, weight) in zip(shares, found, strict=True):
+            put(total, total[0] + share * weight)
+        for part, share in enumerate(shares):
+            value = T.Select(total[0] > T.float32(0), share / total[0], T.float32(0))
+            T.buffer_store(self.shares, value, [part, self.thread])
+
+    def _cluster_sync(self) -> None:
+        if self.query.parts == 1:
+            do(T.cuda.cta_sync())
+        else:
+            do(T.ptx.barrier.cluster.arrive.release.aligned())
+            do(T.ptx.barrier.cluster.wait.acquire.aligned())
+
+    def _of_block(self, part: int, place: Any) -> Any:
+        """A float of the same place in another block's shared memory."""
+        value, address = register("float32"), register("uint32")
+        if self.query.parts == 1:
+            do(T.ptx["ld.shared.f32"](value[0], place))
+        else:
+            window = T.cuda.cvta_generic_to_shared(place)
+            do(T.ptx.mapa.shared__cluster.u32(address[0], window, T.uint32(part)))
+            do(T.ptx["ld.shared::cluster.f32"](value[0], address[0]))
+        return value[0]

@@ -1,0 +1,75 @@
+"""The template for attention of blocks (see block_attention.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...plan.ir import Group, Plan
+from ..base import Kernel, kernel, within
+from .architectures import architecture_of, fitting
+from .block_attention import TILE, BlockAttention, shared_bytes, warps_of
+from .paged import CLUSTER
+from .shared import attend_end, attend_facts, query_of, refuse_attend
+
+
+@kernel
+class AttendBlocks(Kernel):
+    """Paged attention of an entry of blocks on tensor cores: a cluster for each block of rows and KV head, which reads the cache
+    once for all of them."""
+
+    name = "cuda.attention_blocks"
+    patterns = ("attend",)
+
+    @dataclass(frozen=True)
+    class Params:
+        """parts: thread blocks of a cluster, which share the context; 0 fills the GPU twice. stages: of the ring, at most."""
+
+        parts: int = within(0, 0, CLUSTER)
+        stages: int = within(3, 2, 4)
+
+    @staticmethod
+    def refuse(plan: Plan, group: Group, params: Any) -> str | None:
+        arch = architecture_of(plan)
+        if not arch.warpgroups:
+            return f"made for clusters of sm_90a, got {arch.name}"
+        if plan.circuit.entry(plan.entry).rows != "block":
+            return "for entries of blocks, whose rows are of one sequence"
+        heads, dim, kv_heads, dtypes = attend_facts(plan, group)
+        if len(dtypes) > 1 or "f32" in dtypes:
+            return f"needs queries and cache in bf16 or f16, both the same, got {', '.join(sorted(dtypes))}"
+        if dim not in (64, 128):
+            return f"head size {dim}"
+        block = plan.circuit.block_size
+        if heads % kv_heads or block > 32 or (block * heads // kv_heads) % 16:
+            return f"{heads} query heads over {kv_heads}, of blocks of {block} rows"
+        if warps_of(block, heads // kv_heads) not in (2, 4, 8, 16):
+            return f"{warps_of(block, heads // kv_heads)} warps do not split tiles of {TILE} cache rows"
+        parts = AttendBlocks.parts(plan, group, params)
+        used = shared_bytes(dim, block, heads // kv_heads, AttendBlocks.stages(plan, group, params), parts)
+        if used > arch.shared_bytes:
+            return f"needs {used} B of shared memory"
+        return refuse_attend(plan, group, parts)
+
+    @staticmethod
+    def stages(plan: Plan, group: Group, params: Any) -> int:
+        heads, dim, kv_heads, _ = attend_facts(plan, group)
+        sizes, parts = (dim, plan.circuit.block_size, heads // kv_heads), AttendBlocks.parts(plan, group, params)
+        return fitting(plan, list(range(params.stages, 1, -1)), lambda stages: shared_bytes(*sizes, stages, parts))
+
+    @staticmethod
+    def parts(plan: Plan, group: Group, params: Any) -> int:
+        """As many as give each processor two, a power of two: clusters of other sizes leave some of them idle."""
+        blocks = -(-plan.rows // plan.circuit.block_size) * attend_facts(plan, group)[2]
+        share, parts = 2 * architecture_of(plan).processors // blocks, CLUSTER
+        while parts > max(share, 1):
+            parts //= 2
+        return params.parts or parts
+
+    @staticmethod
+    def emit(env, group: Group, params: Any) -> None:
+        q = group.anchors[0].inputs[0]
+        query = query_of(env, group, AttendBlocks.parts(env.plan, group, params), joined=True)
+        kind, stages = env.plan.circuit.types[q].dtype, AttendBlocks.stages(env.plan, group, params)
+        block = env.plan.circuit.block_size
+        BlockAttention(env, query, env.words(q), kind, block=block, stages=stages).emit(attend_end(env, group, query))

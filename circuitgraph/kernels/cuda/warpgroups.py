@@ -1,0 +1,595 @@
+"""Matrix products of some rows on Hopper's tensor cores: every weight is read once, whatever the number of rows.
+
+A block multiplies `units` * 64 weight rows by a tile of up to 128 rows of x. A warpgroup has 64 weight rows, of one `wgmma`,
+and x is the other operand, so that few rows waste nothing. Both come through one ring in shared memory, 64 columns a
+stage, by warps that only copy. Every block reads x from L2, so the more weight rows a block has, the less of that.
+
+`parts` blocks share the columns of one tile, so that narrow layers fill the GPU, too; they leave their sums in memory, and a
+second launch adds them. A head has many more tiles than there are blocks: each block takes several, one after the other,
+and its ring runs on while the best of a tile are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.backend.cuda.lang.alloc_pool import SMEMPool
+from tvm.tirx.script import builder as T
+
+from .epilogue import Epilogue
+from .latent import SWIZZLE_128, power_of_two
+from .plain import NOTHING, Logits, Partials, Projection
+from .values import COPY, LOG2_E, LOWEST, do, hold, load, load_int, put, register, store, wide, zeros
+
+DEPTH = 64
+"""Columns of a stage: 128 bytes, 8 chunks of 16, whose order is swizzled by row as `wgmma` reads them."""
+UNIT = 64
+"""Weight rows of one `wgmma`."""
+ROWS = 128
+"""Rows of x in a tile, at most: 64 sums a thread and unit."""
+STAGES = 12
+"""Of the ring, at most."""
+COPIERS = 4
+"""Warps that copy: two weights, two x."""
+LINES = 8
+"""Of a stage that two warps copy at once."""
+SPARE = 4
+"""Floats between the sums of one row and of the next, against bank conflicts."""
+LANES = 8
+"""Of a warp that have other columns of the same rows: those that differ in their upper three bits."""
+JOIN_WARPS = 8
+"""Of a block that adds parts."""
+TOGETHER = 4
+"""Elements that a thread finishes at once: what they read from memory is on its way together."""
+
+
+@dataclass(frozen=True)
+class WarpgroupTile:
+    """What a block has. units: warpgroups that multiply, 64 weight rows each; rows: of x, a multiple of 8; parts: blocks that
+    share the columns of a tile; stages: of the ring."""
+
+    units: int
+    rows: int
+    parts: int
+    stages: int
+
+    @property
+    def weights(self) -> int:
+        return self.units * UNIT
+
+    @property
+    def warps(self) -> int:
+        return self.units * 4 + COPIERS
+
+    @property
+    def threads(self) -> int:
+        """That multiply."""
+        return self.units * 128
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.weights + self.rows) * DEPTH * 2
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.stages * self.stage_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """The ring, or what lies there at the end: sums, or the best of every warp."""
+        sums = self.rows * (self.weights + SPARE) * 4
+        return max(self.ring_bytes, sums if self.parts == 1 else 0, self.rows * self.units * 4 * 3 * 4)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.memory_bytes + self.stages * 16
+
+
+class Ahead(Epilogue):
+    """An epilogue of several elements at once: what they need from memory is fetched before the first is finished."""
+
+    found: dict[tuple[str, str], Any]
+
+    def fetch(self, row: Any, column: Any) -> dict[tuple[str, str], Any]:
+        made = {value.name for node in (*self.anchors, *self.nodes) for value in node.outputs}
+        return {
+            (node.name, name): super(Ahead, self)._fetch(node, name, row, column)
+            for node in self.nodes
+            for name in node.inputs
+            if name not in made
+        }
+
+    def finish(self, row: Any, column: Any, sums: list[Any], found: dict[tuple[str, str], Any]) -> None:
+        self.found = found
+        self(row, column, sums)
+
+    def _fetch(self, node: Any, name: str, row: Any, column: Any) -> Any:
+        return self.found[node.name, name]
+
+
+class WarpgroupTiles:
+    """One launch. x: [rows, K / 2] words; weights: [columns, K / 2] words; one weight a projection, or two for all."""
+
+    def __init__(self, env: Any, tile: WarpgroupTile, x: Any, kind: str, projections: Sequence[Projection]):
+        self.env, self.tile, self.x, self.projections = env, tile, x, projections
+        self.mma = f"wgmma.mma_async.sync.aligned.m64n{tile.rows}k16.f32.{kind}.{kind}"
+        self.matrices = len(projections[0].weights)
+        self.width = tile.weights // self.matrices
+        self.columns = sum(projection.columns for projection in projections)
+        self.count = -(-self.columns // self.width)
+        self.rows, self.stages_of_all = env.plan.rows, int(x.shape[1]) * 2 // DEPTH
+        self.row_tiles = -(-self.rows // tile.rows)
+
+    # -- launches ----------------------------------------------------------------------------------------------
+
+    def emit(self, sums: Any = None) -> None:
+        """A block a tile and part; the row tiles of the same weights side by side. sums: fp32 [parts, rows, weight rows], where
+        there are several parts."""
+        tile, parts = self.tile, self.tile.parts
+        with self.env.kernel(self.count * self.row_tiles * parts, tile.warps, early=True) as at:
+            self.at = at
+            self.first_row = hold(T.floormod(at.block, self.row_tiles) * tile.rows, "int32", "first_row")
+            part = hold(T.floormod(T.floordiv(at.block, self.row_tiles), parts), "int32", "part")
+            place = hold(T.floordiv(at.block, parts * self.row_tiles), "int32", "place")
+            self.first = hold(T.floordiv(part * self.stages_of_all, parts), "int32", "first")
+            self.end = hold(T.floordiv((part + 1) * self.stages_of_all, parts), "int32", "end")
+            with self._multiplying(place, place + 1):
+                with T.serial(0, self.end - self.first) as stage:
+                    self._multiply(self.first + stage)
+                if parts > 1:
+                    self._leave(sums, part, place)
+                else:
+                    self._share()
+                    self._finish(place)
+        if parts > 1:
+            self._add_parts(sums)
+
+    def emit_best(self, best: Partials, logits: Logits) -> None:
+        """Keep the best column of every row and block instead of finishing elements. best: of [blocks of a row tile, rows]."""
+        tile, blocks = self.tile, int(best.best.shape[0])
+        each = -(-self.count // blocks)
+        with self.env.kernel(blocks * self.row_tiles, tile.warps, early=True) as at:
+            self.at = at
+            self.first_row = hold(T.floormod(at.block, self.row_tiles) * tile.rows, "int32", "first_row")
+            block = hold(T.floordiv(at.block, self.row_tiles), "int32", "block")
+            stop = hold(T.min((block + 1) * each, T.int32(self.count)), "int32", "stop")
+            self.first, self.end = T.int32(0), T.int32(self.stages_of_all)
+            with self._multiplying(block * each, stop):
+                self._reset_best()
+                place = register("int32", name="place")
+                put(place, block * each)
+                with T.While(place[0] < stop):
+                    zeros(self.sums, self.each)
+                    with T.serial(0, self.stages_of_all) as stage:
+                        self._multiply(stage)
+                    self._take(place[0], logits)
+                    put(place, place[0] + 1)
+                self._join_best(best, block)
+
+    @contextmanager
+    def _multiplying(self, place: Any, stop: Any) -> Iterator[None]:
+        """The body is of the warps that multiply; the others meanwhile copy all stages of the tiles place..stop-1.
+
+        Weights are asked for before the kernel waits for those before it, which do not write them, and by warps of their own,
+        so that no stage of x waits for the weights of a later one.
+        """
+        at, tile = self.at, self.tile
+        self.thread = hold(at.warp * 32 + at.lane, "int32", "thread")
+        self._share_memory()
+        self.place, self.stage = register("int32", name="place"), register("int32", name="stage")
+        self.slot, self.phase = register("int32", name="slot"), register("int32", name="phase")
+        put(self.place, place)
+        put(self.stage, self.first)
+        put(self.slot, T.int32(0))
+        put(self.phase, T.int32(0))
+        self.stop = stop
+        self.copier = hold(at.warp - tile.units * 4, "int32", "copier")
+        self.line, self.chunk = hold(self.copier % 2 * 4 + T.floordiv(at.lane, 8), "int32", "line"), at.lane % 8
+        self._begin_copying()
+        with T.If(T.And(self.copier >= 0, self.copier < 2)), T.Then():
+            self._find_weights()
+            with T.serial(0, tile.stages), T.If(self.place[0] < stop), T.Then():
+                self._copy_weights()
+        self.env.wait()
+        with T.If(self.copier >= 0):
+            with T.Then(), T.If(self.copier < 2):
+                with T.Then(), T.While(self.place[0] < stop):
+                    self._await_empty()
+                    self._copy_weights()
+                with T.Else(), T.While(self.place[0] < stop):
+                    self._await_empty()
+                    self._copy_rows()
+            with T.Else():
+                self._begin()
+                yield
+
+    def _share_memory(self) -> None:
+        tile, pool = self.tile, SMEMPool()
+        self.memory = pool.alloc((tile.memory_bytes // 4,), "uint32", align=1024)
+        self.full = pool.alloc((tile.stages,), "uint64", align=8)
+        self.empty = pool.alloc((tile.stages,), "uint64", align=8)
+        pool.commit()
+        self._declare()
+        with T.If(T.And(T.EQ(self.at.warp, 0), T.EQ(self.at.lane, 0))), T.Then():
+            for stage in range(tile.stages):
+                do(T.ptx.mbarrier.init.shared.b64(self.full.ptr_to([stage]), T.uint32(COPIERS * 32)))
+                do(T.ptx.mbarrier.init.shared.b64(self.empty.ptr_to([stage]), T.uint32(tile.units * 4)))
+            do(T.ptx.fence.mbarrier_init.release.cluster())
+        do(T.cuda.cta_sync())
+
+    def _declare(self) -> None:
+        """Views of shared memory."""
+        shape = (self.tile.stages, self.tile.weights + self.tile.rows, 8, 4)
+        self.ring, self.first_line = T.decl_buffer(shape, "uint32", data=self.memory.data, scope="shared.dyn"), self.tile.weights
+        """Of a stage: weights, then x."""
+
+    # -- the warps that copy -----------------------------------------------------------------------------------
+
+    def _begin_copying(self) -> None:
+        self.sources = register("uint64", self.tile.weights // LINES, "sources")
+
+    def _find_weights(self) -> None:
+        """Addresses of the chunks of a tile that this thread copies in every stage."""
+        for index in range(self.tile.weights // LINES):
+            line = hold(index * LINES + self.line, "int32")
+
+            def place(projection: Projection, matrix: int, row: Any) -> tuple[Any]:
+                return (T.reinterpret("uint64", projection.weights[matrix].ptr_to([wide(row), self.chunk * 4])),)
+
+            put(self.sources, *self._of_line(line, place), index)
+
+    def _of_line(self, line: Any, place: Callable[[Projection, int, Any], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """place(projection, which of its weights, row) for a line of the tile, which may have the last columns of one projection
+        and the first of the next. What there is not is replaced by the last column."""
+        within = line if self.matrices == 1 else T.floormod(line, self.width)
+        column = hold(T.min(self.place[0] * self.width + within, T.int32(self.columns - 1)), "int32")
+        found: tuple[Any, ...] = ()
+        first = self.columns
+        for projection in reversed(self.projections):
+            first -= projection.columns
+            row = T.max(column - first, T.int32(0))
+            if len(self.projections) > 1:  # a column of a later projection: its address is not used
+                row = T.min(row, T.int32(projection.columns - 1))
+            here = [place(projection, matrix, row) for matrix in range(self.matrices)]
+            chosen_here = (
+                here[0]
+                if self.matrices == 1
+                else tuple(T.if_then_else(line < self.width, *pair) for pair in zip(*here, strict=True))
+            )
+            inside = column < first + projection.columns
+            pairs = zip(chosen_here, found, strict=True) if found else ()
+            found = tuple(T.if_then_else(inside, one, other) for one, other in pairs) or chosen_here
+        return found
+
+    def _copy_weights(self) -> None:
+        self._copy_weight_chunks()
+        do(T.ptx["cp.async.mbarrier.arrive.noinc.shared.b64"](self.full.ptr_to([self.slot[0]])))
+        self._advance()
+        put(self.stage, self.stage[0] + 1)
+        with T.If(self.stage[0] >= self.end), T.Then():
+            put(self.stage, self.first)
+            put(self.place, self.place[0] + 1)
+            with T.If(self.place[0] < self.stop), T.Then():
+                self._find_weights()
+
+    def _copy_weight_chunks(self) -> None:
+        for index in range(self.tile.weights // LINES):
+            ahead = T.Cast("uint64", self.stage[0]) * T.uint64(DEPTH * 2)
+            self._copy(T.reinterpret("handle", self.sources[index] + ahead), index * LINES + self.line)
+
+    def _copy_rows(self) -> None:
+        """Rows that there are not are replaced by the last one."""
+        for index in range(self.tile.rows // LINES):
+            line = hold(index * LINES + self.line, "int32")
+            row = T.min(self.first_row + line, T.int32(self.rows - 1))
+            source = self.x.ptr_to([wide(row), wide(self.stage[0] * (DEPTH // 2) + self.chunk * 4)])
+            self._copy(source, self.first_line + line)
+        do(T.ptx["cp.async.mbarrier.arrive.noinc.shared.b64"](self.full.ptr_to([self.slot[0]])))
+        self._advance()
+        put(self.stage, self.stage[0] + 1)
+        with T.If(self.stage[0] >= self.end), T.Then():
+            put(self.stage, self.first)
+            put(self.place, self.place[0] + 1)
+
+    def _copy(self, source: Any, line: Any) -> None:
+        chunk = T.bitwise_xor(self.chunk, T.bitwise_and(self.line, 7))  # the lines of a thread are eight apart
+        do(T.ptx[COPY](self.ring.ptr_to([self.slot[0], line, chunk, 0]), source, 16))
+
+    def _await_empty(self) -> None:
+        do(T.cuda.mbarrier_wait(self.empty.ptr_to([self.slot[0]]), 1 - self.phase[0]))
+
+    def _advance(self) -> None:
+        last = T.EQ(self.slot[0], self.tile.stages - 1)
+        put(self.phase, T.Select(last, 1 - self.phase[0], self.phase[0]))
+        put(self.slot, T.Select(last, T.int32(0), self.slot[0] + 1))
+
+    # -- the warps that multiply -------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self.each = self.tile.rows // 2
+        """Sums of a thread."""
+        self.sums = register("float32", self.each, "sums")
+        zeros(self.sums, self.each)
+        self.descriptors = register("uint64", 2, "descriptors")
+        for index, matrix in enumerate(self._matrices()):
+            place = T.address_of(self.descriptors[index])
+            do(T.cuda.wgmma.encode_matrix_descriptor(place, matrix, 1, 64, SWIZZLE_128))
+
+    def _matrices(self) -> tuple[Any, Any]:
+        """Where the weights of the warpgroup and x lie in the first slot."""
+        return self.ring.ptr_to([0, T.floordiv(self.at.warp, 4) * UNIT, 0, 0]), self.ring.ptr_to([0, self.tile.weights, 0, 0])
+
+    def _steps(self) -> tuple[int, int]:
+        """Bytes from one slot to the next of both."""
+        return self.tile.stage_bytes, self.tile.stage_bytes
+
+    def _ready(self, stage: Any) -> None:
+        """What a warpgroup does with its weights of a stage that has arrived, before they are multiplied."""
+
+    def _multiply(self, stage: Any) -> None:
+        """One stage, which is the columns' `stage`-th."""
+        do(T.cuda.mbarrier_wait(self.full.ptr_to([self.slot[0]]), self.phase[0]))
+        self._ready(stage)
+        do(T.ptx.fence.proxy.async_.shared__cta())
+        self._ordered()
+        do(T.ptx.wgmma.fence.sync.aligned())
+        sums = [self.sums[i] for i in range(self.each)]
+        slot, matrices = T.Cast("uint64", self.slot[0]), []
+        for index, step in enumerate(self._steps()):
+            moved = self.descriptors[index] + slot * T.uint64(step // 16) if step else self.descriptors[index]
+            matrices.append(hold(moved, "uint64"))
+        for step in range(DEPTH // 16):
+            a, b = (matrix + T.uint64(step * 32 // 16) for matrix in matrices)
+            do(T.ptx[self.mma](*sums, a, b, T.bool(True), 1, 1, 0, 0))
+        do(T.ptx.wgmma.commit_group.sync.aligned())
+        do(T.ptx.wgmma.wait_group.sync.aligned(0))
+        self._ordered()
+        with T.If(self.at.lane < 1), T.Then():
+            do(T.ptx.mbarrier.arrive.shared.b64(self.empty.ptr_to([self.slot[0]]), T.uint32(1)))
+        self._advance()
+
+    def _ordered(self) -> None:
+        """Keep what comes before and after on its side: `wgmma` writes registers while the code goes on."""
+        for index in range(self.each):
+            do(T.ptx["mov.b32"](self.sums[index], self.sums[index]))
+
+    def _sync(self) -> None:
+        """Of the warps that multiply: the others may be gone."""
+        do(T.ptx.bar.sync(1, self.tile.threads))
+
+    def _factor(self, projection: Projection, matrix: int, column: Any) -> Any:
+        """What the sum of a weight row is multiplied by, None where that is nothing."""
+
+    def _weight_row(self) -> Any:
+        """The first of a thread's two weight rows within the tile; the other is 8 further."""
+        return self.at.warp * 16 + T.floordiv(self.at.lane, 4)
+
+    # -- results of elements -----------------------------------------------------------------------------------
+
+    def _share(self) -> None:
+        """All sums to where the ring was: [rows, weights]."""
+        tile, lane = self.tile, self.at.lane
+        shape = (tile.rows, tile.weights + SPARE)
+        self.results = T.decl_buffer(shape, "float32", data=self.memory.data, scope="shared.dyn")
+        self._sync()  # all stages have been multiplied
+        for index in range(self.each):
+            row = index // 4 * 8 + lane % 4 * 2 + index % 2
+            T.buffer_store(self.results, self.sums[index], [row, self._weight_row() + index % 4 // 2 * 8])
+        self._sync()
+
+    def _finish(self, place: Any) -> None:
+        """All elements of a tile, whose sums are in shared memory."""
+        tile, first = self.tile, 0
+        start = hold(place * self.width, "int32", "start")
+        for projection in self.projections:
+            last = first + projection.columns
+            turns = -(-tile.rows * self.width // (tile.threads * TOGETHER))
+            with T.If(T.And(start < last, start + self.width > first)), T.Then(), T.serial(0, turns) as turn:
+                self._finish_some(projection, start - first, turn)
+            first = last
+
+    def _finish_some(self, projection: Projection, start: Any, turn: Any) -> None:
+        """start: the tile's first column as one of the projection's, below zero where it begins within the tile."""
+        elements = []
+        for several in range(TOGETHER):
+            element = hold((turn * TOGETHER + several) * self.tile.threads + self.thread, "int32")
+            line, within = hold(T.floordiv(element, self.width), "int32"), hold(T.floormod(element, self.width), "int32")
+            row, column = hold(self.first_row + line, "int32"), hold(start + within, "int32")
+            visible = T.And(T.And(line < self.tile.rows, row < self.rows), T.And(column >= 0, column < projection.columns))
+            line = T.min(line, T.int32(self.tile.rows - 1))
+            sums = [self.results[line, within + matrix * self.width] for matrix in range(self.matrices)]
+            elements.append((hold(T.Cast("int32", visible), "int32"), row, column, sums))
+        self._finish_all(projection, elements)
+
+    def _finish_all(self, projection: Projection, elements: list[tuple[Any, Any, Any, list[Any]]]) -> None:
+        """(visible, row, column, sums) each."""
+        found = []
+        for _, row, column, _ in elements:
+            nearest = T.min(T.max(column, T.int32(0)), T.int32(projection.columns - 1))
+            nearest = hold(nearest, "int32")
+            factors = [self._factor(projection, matrix, nearest) for matrix in range(self.matrices)]
+            found.append((factors, projection.finish.fetch(T.min(row, T.int32(self.rows - 1)), nearest)))
+        for (visible, row, column, sums), (factors, ahead) in zip(elements, found, strict=True):
+            totals = [hold(total if factor is None else total * factor) for total, factor in zip(sums, factors, strict=True)]
+            with T.If(visible > 0), T.Then():
+                projection.finish.finish(row, column, totals, ahead)
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _leave(self, sums: Any, part: Any, place: Any) -> None:
+        """This part's sums, from registers: eight lanes have eight columns side by side, a sector."""
+        lane, tile = self.at.lane, self.tile
+        for half in range(2):
+            line = hold(self._weight_row() + half * 8, "int32")
+            within = line if self.matrices == 1 else T.floormod(line, self.width)
+            column = hold(place * self.width + within, "int32")
+            target = column if self.matrices == 1 else column + T.floordiv(line, self.width) * self.columns
+            target = hold(target, "int32")
+            with T.If(column < self.columns), T.Then():
+                for item in range(tile.rows // 4):
+                    row = self.first_row + item // 2 * 8 + lane % 4 * 2 + item % 2
+                    value = self.sums[item // 2 * 4 + half * 2 + item % 2]
+                    if self.rows % tile.rows:
+                        with T.If(row < self.rows), T.Then():
+                            store(sums, [part, row, target], value)
+                    else:
+                        store(sums, [part, row, target], value)
+
+    def _add_parts(self, sums: Any) -> None:
+        """The second launch: a block some columns of a row."""
+        each = JOIN_WARPS * 32 * TOGETHER
+        counts = [-(-projection.columns // each) for projection in self.projections]
+        with self.env.kernel(self.rows * sum(counts), JOIN_WARPS) as at:
+            thread = hold(at.warp * 32 + at.lane, "int32", "thread")
+            row = hold(T.floordiv(at.block, sum(counts)), "int32", "row")
+            place = hold(T.floormod(at.block, sum(counts)), "int32", "place")
+            first = start = 0
+            for projection, count in zip(self.projections, counts, strict=True):
+                with T.If(T.And(place >= first, place < first + count)), T.Then():
+                    columns = [hold((place - first) * each + i * (JOIN_WARPS * 32) + thread, "int32") for i in range(TOGETHER)]
+                    found = [
+                        [
+                            self._parts_of(sums, row, start + T.min(column, T.int32(projection.columns - 1)), matrix)
+                            for matrix in range(self.matrices)
+                        ]
+                        for column in columns
+                    ]
+                    elements = [
+                        (
+                            hold(T.Cast("int32", column < projection.columns), "int32"),
+                            row,
+                            column,
+                            [hold(sum(p[1:], p[0])) for p in parts],
+                        )
+                        for column, parts in zip(columns, found, strict=True)
+                    ]
+                    self._finish_all(projection, elements)
+                first, start = first + count, start + projection.columns
+
+    def _parts_of(self, sums: Any, row: Any, column: Any, matrix: int) -> list[Any]:
+        """Those of one sum, on their way."""
+        return [load(sums, [part, row, column + matrix * self.columns]) for part in range(self.tile.parts)]
+
+    # -- the best of a head ------------------------------------------------------------------------------------
+
+    def _reset_best(self) -> None:
+        """Eight lanes have the same rows of x: each keeps one of eight."""
+        self.kept = -(-self.tile.rows // 4 // LANES)
+        self.best = register("float32", self.kept, "best")
+        self.total = register("float32", self.kept, "total")
+        self.index = register("int32", self.kept, "index")
+        for index in range(self.kept):
+            put(self.best, T.float32(LOWEST), index)
+            put(self.total, T.float32(0), index)
+            put(self.index, T.int32(NOTHING), index)
+
+    def _take(self, place: Any, logits: Logits) -> None:
+        """A tile's logits into the running best: of a thread's two columns, then of eight lanes by halves."""
+        (head,), lane = self.projections, self.at.lane
+        first = hold(place * self.width + self._weight_row(), "int32")
+        columns = [first, hold(first + 8, "int32")]
+        factors = [self._factor(head, 0, T.min(column, T.int32(head.columns - 1))) for column in columns]
+        biases = [
+            load(logits.bias, [T.min(column, T.int32(head.columns - 1))], constant=True) if logits.bias is not None else None
+            for column in columns
+        ]
+        for index in range(self.kept):
+            items = range(index * LANES, min((index + 1) * LANES, self.tile.rows // 4))
+            states = [self._logit(item, columns, factors, biases, logits) for item in items]
+            while LANES // 2 < len(states) < LANES:
+                states.append((T.float32(LOWEST), T.int32(NOTHING), T.float32(0)))
+            for step in (16, 8, 4):
+                if len(states) == 1:  # fewer rows than lanes: several keep the same
+                    states = [merged(states[0], beside(states[0], step))]
+                    continue
+                upper = hold(T.Cast("int32", T.bitwise_and(lane, T.int32(step)) > 0), "int32")
+                middle, halves = len(states) // 2, []
+                for low, high in zip(states[:middle], states[middle:], strict=True):
+                    sent, mine = chosen(upper, low, high), chosen(upper, high, low)
+                    halves.append(merged(mine, beside(sent, step)))
+                states = halves
+            joined = merged((self.best[index], self.index[index], self.total[index]), states[0])
+            for target, value in zip((self.best, self.index, self.total), joined, strict=True):
+                put(target, value, index)
+
+    def _logit(self, item: int, columns: list[Any], factors: list[Any], biases: list[Any], logits: Logits) -> State:
+        """The better of a thread's two columns for one of its rows of x."""
+        (head,), pair = self.projections, []
+        row = self.first_row + item // 2 * 8 + self.at.lane % 4 * 2 + item % 2
+        for half, column in enumerate(columns):
+            logit = self.sums[item // 2 * 4 + half * 2 + item % 2]
+            logit = logit if factors[half] is None else hold(logit * factors[half])
+            logit = logit if biases[half] is None else hold(logit + biases[half])
+            visible = T.And(column < head.columns, logit > T.float32(LOWEST))  # NaN is no choice
+            if logits.allowed is not None:
+                seen = (T.min(row, T.int32(self.rows - 1)), T.shift_right(T.min(column, T.int32(head.columns - 1)), T.int32(5)))
+                word = load_int(logits.allowed, list(seen))
+                bit = T.bitwise_and(T.shift_right(word, T.bitwise_and(column, T.int32(31))), T.int32(1))
+                visible = T.And(visible, bit > 0)
+            kept = hold(T.Select(visible, logit, T.float32(LOWEST)))
+            number = hold(T.Select(kept > T.float32(LOWEST), column, T.int32(NOTHING)), "int32")
+            pair.append((kept, number, hold(T.Select(kept > T.float32(LOWEST), T.float32(1), T.float32(0)))))
+        return merged(*pair)
+
+    def _kept_row(self, index: int) -> Any:
+        """The row within the tile of what a lane keeps; behind the tile for what only filled up."""
+        count = min(self.tile.rows // 4 - index * LANES, LANES)
+        count, item = count if count <= LANES // 2 else LANES, T.int32(index * LANES)
+        for step in (16, 8, 4):
+            if count > 1:
+                count //= 2
+                item = item + T.Select(T.bitwise_and(self.at.lane, T.int32(step)) > 0, T.int32(count), T.int32(0))
+        item = hold(item, "int32")
+        return hold(T.floordiv(item, 2) * 8 + self.at.lane % 4 * 2 + item % 2, "int32")
+
+    def _join_best(self, partials: Partials, block: Any) -> None:
+        """The best of all warps, through shared memory."""
+        tile, warps = self.tile, self.tile.units * 4
+        size = warps * tile.rows
+        made = [
+            T.decl_buffer((warps, tile.rows), dtype, data=self.memory.data, elem_offset=offset * size, scope="shared.dyn")
+            for offset, dtype in enumerate(("float32", "int32", "float32"))
+        ]
+        self._sync()
+        for index in range(self.kept):
+            row = self._kept_row(index)
+            with T.If(row < tile.rows), T.Then():
+                for buffer, value in zip(made, (self.best, self.index, self.total), strict=True):
+                    T.buffer_store(buffer, value[index], [self.at.warp, row])
+        self._sync()
+        with T.If(T.And(self.thread < tile.rows, self.first_row + self.thread < self.rows)), T.Then():
+            state = tuple(hold(buffer[0, self.thread], dtype) for buffer, dtype in zip(made, KINDS, strict=True))
+            for warp in range(1, warps):
+                other = tuple(hold(buffer[warp, self.thread], dtype) for buffer, dtype in zip(made, KINDS, strict=True))
+                state = merged(state, other)
+            for buffer, value in zip((partials.best, partials.index, partials.total), state, strict=True):
+                store(buffer, [block, self.first_row + self.thread], value)
+
+
+KINDS = ("float32", "int32", "float32")
+State = tuple[Any, Any, Any]
+"""A best so far: (logit, column, sum of exp(logit - best))."""
+
+
+def merged(one: State, other: State) -> State:
+    """Both as one; the lower column wins a tie."""
+    wins = T.Or(other[0] > one[0], T.And(T.EQ(other[0], one[0]), other[1] < one[1]))
+    index = hold(T.Select(wins, other[1], one[1]), "int32")
+    best = hold(T.max(one[0], other[0]))
+    shares = [power_of_two((part[0] - best) * T.float32(LOG2_E)) for part in (one, other)]
+    return best, index, hold(one[2] * shares[0] + other[2] * shares[1])
+
+
+def chosen(condition: Any, yes: State, no: State) -> State:
+    values = zip(yes, no, KINDS, strict=True)
+    return tuple(hold(T.Select(condition > 0, a, b), dtype) for a, b, dtype in values)  # type: ignore[return-value]
+
+
+def beside(state: State, step: int) -> State:
+    """The state of the lane whose number differs by the bit `step`."""
+    full = T.uint32(0xFFFFFFFF)
+    values = zip(state, KINDS, strict=True)
+    return tuple(hold(T.cuda.__shfl_xor_sync(full, value, step, 32), dtype) for value, dtype in values)  # type: ignore[return-value]

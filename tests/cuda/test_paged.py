@@ -1,0 +1,72 @@
+"""Paged attention without a GPU: which numbers of query heads it takes, and how they lie in an `mma`."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from circuitgraph.kernels.cuda.architectures import ARCHITECTURES
+from circuitgraph.kernels.cuda.paged import groups_of
+from circuitgraph.language import Bindings, load_program, resolve
+from tests.cuda.test_emit import ALIGNED, kernels_of, plan_of, source_of
+
+
+def attending(heads: int, kv_heads: int, dim: int = 128, rows: int = 2, arch: str = "sm_90a", kind: str = "bf16"):
+    sizes = {**ALIGNED, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim, "rotary_dim": dim}
+    circuit = resolve(load_program("mtp_dense"), Bindings(sizes, {}, act=kind, wt=kind, kv=kind))
+    return plan_of(circuit, rows, arch=arch)
+
+
+def chosen(plan) -> str:
+    return next(choice.kernel for group, choice in zip(plan.groups, plan.choices, strict=True) if group.pattern == "attend")
+
+
+@pytest.mark.parametrize(
+    ("each", "cut"),
+    [
+        (1, (1, 1)),
+        (8, (1, 8)),
+        (9, (1, 9)),
+        (12, (1, 12)),
+        (16, (1, 16)),
+        (20, (2, 10)),
+        (32, (2, 16)),
+        (48, (3, 16)),
+        (17, None),
+    ],
+)
+def test_groups(each, cut):
+    assert groups_of(3 * each, 3) == cut
+    assert groups_of(3 * each + 1, 3) is None
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("each", "dim"), [(3, 128), (12, 128), (16, 64), (16, 128), (12, 256), (16, 256), (32, 128)])
+def test_whatever_shares_a_kv_head_is_served(each, dim, arch):
+    """On GPUs with little shared memory, too: with fewer warps."""
+    for rows in (1, 8):
+        assert chosen(attending(2 * each, 2, dim, rows, arch)) == "cuda.attention_paged"
+
+
+def test_what_cannot_be_cut_evenly_is_left_to_the_plain_kernel():
+    plan = attending(17, 1)
+    assert chosen(plan) == "cuda.attention_plain"
+    assert any("17 query heads over 1" in reason for choice in plan.choices for _, reason in choice.refusals)
+
+
+def left_operands(plan) -> set[tuple[bool, ...]]:
+    """Of every `mma` of the attention kernel: which of the four pieces of its left side are more than zeros. Pieces are rows 0 to
+    7 and 8 to 15 of the first eight columns, then of the others."""
+    (kernel,) = [text for text in kernels_of(source_of(plan)) if "largest" in text]
+    calls = re.findall(r"mma_sync\w*\((.*?)\);", kernel)
+    assert len(calls) > 8, kernel[:2000]
+    return {tuple("[" in piece for piece in call.split(", ")[4:8]) for call in calls}
+
+
+@pytest.mark.parametrize(
+    ("each", "used"),
+    [(8, (True, False, True, False)), (9, (True,) * 4), (12, (True,) * 4), (20, (True,) * 4)],
+)
+def test_the_lower_rows_of_an_mma_are_used_from_nine_heads_on(each, used):
+    assert left_operands(attending(2 * each, 2)) == {used}

@@ -1,0 +1,181 @@
+"""Products of some rows and attention of blocks on Hopper: who gets them, and how they are cut."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from circuitgraph.checkpoint import bind
+from circuitgraph.kernels.cuda.architectures import ARCHITECTURES, architecture
+from circuitgraph.kernels.cuda.backend import make_backend
+from circuitgraph.kernels.cuda.block_templates import AttendBlocks
+from circuitgraph.kernels.cuda.warpgroup_templates import Top1Warpgroups, WarpgroupParams, sizes_of
+from circuitgraph.kernels.cuda.warpgroups import DEPTH, ROWS
+from circuitgraph.measure.shapes import SHAPES, state_storage
+from circuitgraph.pipeline import Run, plan_piece
+from circuitgraph.plan.schedule import load_schedule
+from circuitgraph.target import Target
+
+RULES = load_schedule("cuda")
+LARGE = SHAPES["dflash-qwen3-8b"]
+PARAMS = WarpgroupParams()
+
+
+@functools.cache
+def dflash(dtype: str = "bf16", storage: str = "", **sizes):
+    """DFlash of one layer in its real size, or another."""
+    config = {**LARGE.full_config(), "num_hidden_layers": 1, **sizes}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.json"
+        file.write_text(json.dumps(config))
+        options = {"model": file, "family": LARGE.family, "act": dtype, "wt": dtype, "kv": dtype}
+        program = state_storage("dflash", {"*": storage} if storage else {}, Path(folder) / "program.yaml", **options)
+        return bind(program, **options).circuit
+
+
+def plan_of(circuit, rows: int, arch: str = "sm_90a", entry: str = "draft"):
+    return plan_piece(Run(), circuit, entry, rows, f"cuda:{arch}", RULES)
+
+
+def kernels_of(plan) -> dict[str, str]:
+    return {group.pattern: choice.kernel.removeprefix("cuda.") for group, choice in zip(plan.groups, plan.choices, strict=True)}
+
+
+def refusals_of(plan) -> str:
+    return "; ".join(reason for choice in plan.choices for _, reason in choice.refusals)
+
+
+def groups_of(plan):
+    return {group.pattern: group for group in plan.groups}
+
+
+@pytest.mark.parametrize("blocks", [2, 3, 4, 8])
+def test_blocks_in_their_real_size_get_warpgroups_on_hopper_alone(blocks):
+    rows = blocks * 16
+    for arch in ARCHITECTURES:
+        found = kernels_of(plan_of(dflash(), rows, arch))
+        if architecture(arch).warpgroups:
+            assert (found["project"], found["gated"], found["head"]) == (*["linear_warpgroups"] * 2, "top1_warpgroups")
+            assert found["attend"] == "attention_blocks"
+        else:
+            assert "warpgroups" not in str(found)
+            assert found["attend"] == "attention_paged"
+
+
+def test_what_warpgroups_do_not_read_goes_where_it_went_before():
+    assert kernels_of(plan_of(dflash("f32"), 64))["project"] == "linear_plain"
+    odd = plan_of(dflash(hidden_size=4096 + 32), 64)
+    assert kernels_of(odd)["gated"] == "linear_plain"
+    assert "4128 columns are no whole number of stages of 64" in refusals_of(odd)
+    assert "256 columns do not split into 8 parts" in refusals_of(plan_of(dflash(hidden_size=256), 64))
+
+
+@pytest.mark.parametrize("storage", ["fp8 128x128", "fp8 per row", "int8 per tensor", "nvfp4", "mxfp4"])
+def test_quantised_weights_get_warpgroups_whose_rings_fit(storage):
+    for rows in (32, 128):
+        plan = plan_of(dflash(storage=storage), rows)
+        assert (kernels_of(plan)["gated"], kernels_of(plan)["head"]) == ("linear_warpgroups", "top1_warpgroups")
+        tile = PARAMS.tile(plan, groups_of(plan)["gated"])
+        assert tile.shared_bytes <= architecture("sm_90a").shared_bytes
+        assert tile.stages >= 3
+        assert all(words % 256 == 0 for name, words in tile.words.items() if name in ("converted", "x")), "as the swizzle needs"
+    assert "tiles" in kernels_of(plan_of(dflash(storage=storage), 128, "sm_80"))["gated"]
+
+
+def test_scales_that_change_within_a_piece_are_refused():
+    plan = plan_of(dflash(storage="fp8 128x8"), 64)
+    assert "warpgroups" not in kernels_of(plan)["gated"]
+    assert "change within 16 columns" in refusals_of(plan)
+
+
+def test_few_rows_get_warpgroups_where_nothing_streams():
+    """Of 16 rows: 17408 columns do not split into parts that fit the registers, and a head of 7168 has none."""
+    plan = plan_of(dflash(intermediate_size=17408), 16)
+    last = [choice.kernel for group, choice in zip(plan.groups, plan.choices, strict=True) if group.pattern == "project"][-1]
+    assert last == "cuda.linear_warpgroups"
+    assert kernels_of(plan_of(dflash(hidden_size=7168), 16))["head"] == "top1_warpgroups"
+    found = kernels_of(plan_of(dflash(), 16))
+    assert (found["project"], found["gated"], found["head"]) == ("linear_stream", "linear_stream", "top1_stream")
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 17, 32, 48, 64, 100, 128, 129, 200, 256, 300, 1024])
+def test_tiles_fit_and_cover(rows):
+    """Every tile: shared memory, the columns of every part, all rows, no row tile more than needed."""
+    plan = plan_of(dflash(), 16 * -(-rows // 16))
+    for pattern in ("project", "gated", "head"):
+        group, head = groups_of(plan)[pattern], pattern == "head"
+        weights, columns, _ = sizes_of(plan, group)
+        tile = PARAMS.tile(plan, group, head=head)
+        assert tile.shared_bytes <= architecture("sm_90a").shared_bytes
+        assert tile.stages >= 3, "one that is read, one that is copied, and one between"
+        assert tile.rows % 8 == 0
+        assert tile.rows <= ROWS
+        assert (-(-plan.rows // ROWS) * tile.rows - plan.rows) < 8 * -(-plan.rows // ROWS)
+        assert tile.stage_bytes % 1024 == 0, "a swizzled matrix begins at a multiple of 1024"
+        assert columns // DEPTH >= tile.parts
+        if head:
+            assert tile.parts == 1
+            blocks = Top1Warpgroups.blocks(plan, group, tile)
+            tiles = -(-weights // tile.weights)
+            each = -(-tiles // blocks)
+            assert blocks <= architecture("sm_90a").processors
+            assert (blocks - 1) * each < tiles <= blocks * each, "no block without a tile"
+
+
+def test_narrow_layers_fill_the_processors():
+    """128 rows of an 8B layer: no product on less than 120 of 132 processors, and none of them twice."""
+    plan = plan_of(dflash(), 128)
+    for group in plan.groups:
+        if group.pattern in ("project", "gated"):
+            tile = PARAMS.tile(plan, group)
+            assert 120 <= -(-sizes_of(plan, group)[0] // tile.weights) * tile.parts <= 132, group.name
+
+
+@pytest.mark.parametrize(("blocks", "parts"), [(1, 8), (2, 8), (4, 8), (8, 4), (16, 2), (64, 1)])
+def test_attention_of_blocks_fills_the_processors(blocks, parts):
+    plan = plan_of(dflash(), blocks * 16)
+    assert kernels_of(plan)["attend"] == "attention_blocks"
+    group = groups_of(plan)["attend"]
+    assert AttendBlocks.parts(plan, group, AttendBlocks.Params()) == parts
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"head_dim": 256}, "head size 256"),
+        ({"num_key_value_heads": 32}, "1 warps do not split tiles of 64 cache rows"),
+        ({"num_attention_heads": 24}, "3 warps do not split"),
+        ({"block_size": 6}, "of blocks of 6 rows"),
+        ({"block_size": 48}, "of blocks of 48 rows"),
+    ],
+)
+def test_attention_of_blocks_says_what_it_does_not_take(sizes, reason):
+    circuit = dflash(**sizes)
+    plan = plan_of(circuit, circuit.block_size * 2)
+    assert kernels_of(plan)["attend"] != "attention_blocks"
+    assert reason in refusals_of(plan)
+
+
+def test_rows_of_sequences_of_their_own_are_no_blocks():
+    from tests.cuda.test_emit import aligned
+
+    plan = aligned(16)
+    assert kernels_of(plan)["attend"] == "attention_paged"
+    assert "for entries of blocks" in refusals_of(plan)
+
+
+def test_every_weight_is_copied_once_and_before_the_wait():
+    """Of a head at 128 rows: its ring starts with weights, which nothing before this kernel writes."""
+    backend = make_backend(Target("cuda", "sm_90a"))
+    plan = plan_of(dflash(), 128)
+    (source,) = backend.sources(backend.lower([plan]))
+    kernels = source.split('extern "C" __global__ ')
+    (head,) = [kernel for kernel in kernels if "lm_head_ptr" in kernel and "wgmma" in kernel and "{" in kernel]
+    before, _, after = head.partition("griddepcontrol_wait();")
+    assert "cp_async" in before
+    assert "norm" not in before.partition("{")[2]
+    assert "m64n128k16" in after
