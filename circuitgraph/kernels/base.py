@@ -6,6 +6,9 @@ from collections.abc import Collection
 from dataclasses import field, fields
 from typing import Any, ClassVar, Protocol
 
+import networkx
+
+from ..circuit.ir import Node
 from ..errors import Fault, ScheduleError, did_you_mean
 from ..plan.ir import Group, Plan, Scratch
 
@@ -67,6 +70,20 @@ def refuse_packed(plan: Plan, group: Group, reads: Collection[str] = (), matrice
         return None
     said = f"plain weights and {', '.join(reads)}" if reads else "plain weights"
     return f"reads {said}{' beside its matrices' if matrices else ''}, got {', '.join(foreign)}"
+
+
+def meeting(group: Group) -> list[tuple[tuple[Node, ...], tuple[Node, ...]]]:
+    """Anchors whose outputs meet in one epilogue, with that epilogue, in program order."""
+    graph = networkx.Graph()
+    graph.add_nodes_from(node.name for node in (*group.anchors, *group.epilogue))
+    made_by = {value.name: node.name for node in (*group.anchors, *group.epilogue) for value in node.outputs}
+    for node in group.epilogue:
+        graph.add_edges_from((made_by[name], node.name) for name in node.inputs if name in made_by)
+    parts = []
+    for component in networkx.connected_components(graph):
+        anchors = tuple(node for node in group.anchors if node.name in component)
+        parts.append((anchors, tuple(node for node in group.epilogue if node.name in component)))
+    return sorted(parts, key=lambda part: group.nodes.index(part[0][0]))
 
 
 def within(default: int, least: int, most: int) -> Any:

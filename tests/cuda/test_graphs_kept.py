@@ -38,7 +38,7 @@ def runner(monkeypatch) -> CudaRunner:
     monkeypatch.setattr(cuda, "AtOnce", type("AtOnce", (Recorded,), {"key": key}))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     made._graphs, made._routes, made.paths = OrderedDict(), {}, Counter()
-    made.circuit, made.recorder, made.device = SimpleNamespace(name="p", act="f32"), None, torch.device("cpu")  # type: ignore
+    made.circuit, made.recorder, made.device = SimpleNamespace(name="p", act="f32", entries=()), None, torch.device("cpu")  # type: ignore
     made.__dict__.update(kind=Heads(2), hidden_size=4, _device=contextlib.nullcontext)
     made.__dict__.update(_count=lambda entry, n: None, _path=lambda entry, n: "n-row")
     made.__dict__["_parts"] = lambda entry, n: [(SimpleNamespace(rows=n, spec=SimpleNamespace(symbol=f"{entry}_{n}")), 0, n)]

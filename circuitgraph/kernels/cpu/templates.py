@@ -8,13 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import networkx
-
-from ...circuit.ir import Node
 from ...circuit.types import TensorType
 from ...plan.fuse import CACHE, ROWS
 from ...plan.ir import VIEWS, Group, Plan, Scratch
-from ..base import Kernel, kernel, refuse_packed, within
+from ..base import Kernel, kernel, meeting, refuse_packed, within
 from .latent_templates import AttendLatent, HeadProject
 from .moe_templates import Experts, Route
 from .shared import ROW_OPS, VECTOR_OPS, columns_of, inner_values, packing, refuse_storages, shape_of, state_of
@@ -177,20 +174,6 @@ class Attend(Kernel):
         from . import emission
 
         emission.emit_attend(env, group, _splits(env.plan, group, params), params.split_rows)
-
-
-def meeting(group: Group) -> list[tuple[tuple[Node, ...], tuple[Node, ...]]]:
-    """Anchors whose outputs meet in one epilogue, with that epilogue, in program order."""
-    graph = networkx.Graph()
-    graph.add_nodes_from(node.name for node in (*group.anchors, *group.epilogue))
-    made_by = {value.name: node.name for node in (*group.anchors, *group.epilogue) for value in node.outputs}
-    for node in group.epilogue:
-        graph.add_edges_from((made_by[name], node.name) for name in node.inputs if name in made_by)
-    parts = []
-    for component in networkx.connected_components(graph):
-        anchors = tuple(node for node in group.anchors if node.name in component)
-        parts.append((anchors, tuple(node for node in group.epilogue if node.name in component)))
-    return sorted(parts, key=lambda part: group.nodes.index(part[0][0]))
 
 
 def _tile(plan: Plan, group: Group, params: Any, lanes: int) -> Tile:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import networkx
-
 from ...circuit.ir import Node
 from ...plan.ir import VIEWS, Group, Plan
+from ..base import meeting
 from .row_program import ELEMENTWISE, sinks_of
 from .values import hold, load, store
 
@@ -45,20 +44,6 @@ class Epilogue:
         values[node.name] = hold(value)
         if node.name in self.targets and node.op not in VIEWS:
             store(self.targets[node.name], [row, column], values[node.name])
-
-
-def meeting(group: Group) -> list[tuple[tuple[Node, ...], tuple[Node, ...]]]:
-    """Anchors whose outputs meet in one epilogue, with that epilogue, in program order."""
-    graph = networkx.Graph()
-    graph.add_nodes_from(node.name for node in (*group.anchors, *group.epilogue))
-    made_by = {value.name: node.name for node in (*group.anchors, *group.epilogue) for value in node.outputs}
-    for node in group.epilogue:
-        graph.add_edges_from((made_by[name], node.name) for name in node.inputs if name in made_by)
-    parts = []
-    for component in networkx.connected_components(graph):
-        anchors = tuple(node for node in group.anchors if node.name in component)
-        parts.append((anchors, tuple(node for node in group.epilogue if node.name in component)))
-    return sorted(parts, key=lambda part: group.nodes.index(part[0][0]))
 
 
 def refuse_ops(group: Group) -> str | None:

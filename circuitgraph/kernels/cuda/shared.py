@@ -10,10 +10,10 @@ from tvm.tirx.script import builder as T
 from ...circuit.ir import Node
 from ...circuit.types import StateType, TensorType
 from ...plan.ir import VIEWS, Group, Plan, Scratch
-from ..base import refuse_packed
+from ..base import meeting, refuse_packed
 from .architectures import architecture_of
 from .attention import Query
-from .epilogue import Epilogue, meeting
+from .epilogue import Epilogue
 from .formats import Format, scales_of
 from .plain import ROWS, Logits, Partials, Projection
 from .row_program import Evaluator, Place, emit_rows, for_each, refuse_rows, sinks_of

@@ -11,9 +11,9 @@ from typing import Any
 from ...circuit.ir import FOUR_BIT, Node
 from ...circuit.types import TensorType
 from ...plan.ir import Group, Plan, Scratch
-from ..base import Kernel, kernel, within
+from ..base import Kernel, kernel, meeting, within
 from .architectures import ARCHITECTURES, DEFAULT, architecture_of, fitting
-from .epilogue import meeting, refuse_epilogue
+from .epilogue import refuse_epilogue
 from .formats import Format
 from .plain import Projection, emit_top1_final
 from .row_program import Evaluator, Place, for_each, sinks_of
