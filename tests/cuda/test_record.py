@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import expected
-from tests.gpu.pack import CASES, all_source_digests, inputs_digest
+from tests.gpu.pack import CASES, all_source_digests, circuit_of, inputs_digest
 
 RECORD = Path(__file__).resolve().parents[1] / "gpu" / "record.json"
 HINT = "The kernels differ from those that ran on a GPU: run tests/gpu again with --record (see its conftest.py)."
@@ -39,6 +39,14 @@ def generated(record):
 @pytest.mark.parametrize("case", RECORDED, ids=lambda case: case.name)
 def test_programs_are_those_that_passed(case, record, generated):
     assert generated[case.name] == record["programs"].get(case.name), HINT
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.storage], ids=lambda case: case.name)
+def test_what_is_to_be_quantised_is(case):
+    """Else kernels of plain weights pass, and nobody sees that they are not those the case is about."""
+    stored = {str(storage) for storage in circuit_of(case).storage.values()}
+    assert stored
+    assert stored <= set(case.storage.values())
 
 
 @pytest.mark.parametrize("name", ARTIFACTS)

@@ -27,6 +27,7 @@ import tvm
 
 import circuitgraph
 from circuitgraph.checkpoint import bind, default_config
+from circuitgraph.circuit.ir import Circuit
 from circuitgraph.circuit.restrict import restrict_vocabulary
 from circuitgraph.circuit.text import format_circuit
 from circuitgraph.kernels.cuda.backend import make_backend
@@ -424,12 +425,16 @@ def options_of(case: Case, folder: Path) -> dict[str, Any]:
     return {"model": model, "family": family, "switches": dict(case.switches), **dtypes, **more}
 
 
-def plans_of(case: Case, target: Target = TARGET) -> list[Plan]:
+def circuit_of(case: Case) -> Circuit:
+    """What a case compiles: in its dtypes, its storage of weights and its vocabulary."""
     with tempfile.TemporaryDirectory() as folder:
         program, options = program_of(case, Path(folder))
         circuit = bind(program, **options).circuit
-    if case.tokens is not None:
-        circuit, _ = restrict_vocabulary(circuit, case.tokens)
+    return circuit if case.tokens is None else restrict_vocabulary(circuit, case.tokens)[0]
+
+
+def plans_of(case: Case, target: Target = TARGET) -> list[Plan]:
+    circuit = circuit_of(case)
     rules = load_schedule(target.kind)
     pieces = work_list(circuit, case.entries, case.widths, case.context_rows)
     plans = [plan_piece(Run(), circuit, entry, rows, target.of_plans, rules) for entry, rows in pieces]
