@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import functools
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ ALIGNED = 16
 MOST_PLACES = 4
 """Of a caller's hiddens that a chain has graphs of its own for: recording one takes milliseconds."""
 MOST_GRAPHS = 64
-"""Graphs kept per runner; beyond that the one that was used longest ago is dropped."""
+"""Kinds of calls whose graphs a runner keeps, a few for each; beyond that the one that was used longest ago is dropped."""
 
 
 def check_alignment(weights: Mapping[str, torch.Tensor], where: str) -> None:
@@ -267,7 +267,7 @@ class CudaRunner(CompiledRunner):
             runner = this()
             if runner is None:
                 return
-            for key in [key for key in runner._graphs if key[-1] == places]:
+            for key in [key for key in list(runner._graphs) if key[-1] == places]:
                 del runner._graphs[key]
             runner._routes.clear()
             runner.newest = None
@@ -443,7 +443,7 @@ class _Chain:
         self.end = _converted(slots, self.drafts, self.logprobs, stops)
         self.graphs: dict[tuple[bool, bool, bool, int | None], torch.cuda.CUDAGraph | None] = {}
         self.entering = next(i for i, arg in enumerate(program.spec.args) if (arg.role, arg.name) == ("input", self.enters))
-        self.place: int | None = None
+        self.recent: deque[int] = deque(maxlen=MOST_PLACES)
         """Where the hiddens lay that came last, and `places` of those that are read where they lie."""
         self.places: set[int] = set()
         self.newest: torch.cuda.CUDAGraph | None = None
@@ -504,13 +504,16 @@ class _Chain:
         self._replay(formed=True, masked=False, sends=True, hidden=hidden if in_place else None)
 
     def _reads_in_place(self, hidden: torch.Tensor) -> bool:
-        """Whether the first step reads the caller's memory: servers hand over the same one time and again, so a graph of its
-        own, for the first few of those that came twice, saves a copy. Only the address is kept."""
+        """Whether the first step reads the caller's memory: servers hand over the same one time and again, or a few in turn, so
+        graphs of their own save a copy: for the first few that came again soon. Only addresses are kept."""
         if hidden.dtype != self.hidden.dtype or not hidden.is_contiguous():
             return False
-        address, before, self.place = hidden.data_ptr(), self.place, hidden.data_ptr()
-        if address == before and address % ALIGNED == 0 and len(self.places) < MOST_PLACES:
+        address = hidden.data_ptr()
+        if address in self.places:
+            return True
+        if address in self.recent and address % ALIGNED == 0 and len(self.places) < MOST_PLACES:
             self.places.add(address)
+        self.recent.append(address)
         return address in self.places
 
     def _stage_whole(self, rows: ChainRows) -> None:
@@ -549,10 +552,11 @@ class _Chain:
             if seen == item.version:
                 continue
             kept = item.steady if seen == item.since else 0
+            self.tables[row] = -1  # an interrupt may come before it is whole
             for first, width in self.table_cells:
                 self.cells[first + row * width + kept : first + row * width + len(item.blocks)] = item.blocks[kept:]
             item.copied()
-        self.tables[: len(versions)] = versions
+            self.tables[row] = item.version
 
     def _sources(self, first: int, count: int, token, position, kv: Caches, slots) -> dict[str, torch.Tensor]:
         last = first + count

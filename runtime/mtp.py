@@ -357,25 +357,29 @@ class MtpProposer(DeviceMethods, DraftProposer):
             made = self._drafted(call)
             if not entry.made:
                 self._enter(call, entry)
+            drafts, logprobs = made.ids, made.scores
+            if len(call.rows) < len(states):
+                drafts, logprobs = [[] for _ in states], [[] for _ in states]
+                for row, ids, scores in zip(call.rows, made.ids, made.scores, strict=True):
+                    drafts[row], logprobs[row] = ids, scores
+            short = [len(ids) for ids in made.ids] != call.counts
+            if short:
+                self._shorten(call, made.ids)
+            if self.kind.at_once:
+                for state in call.states:  # rows that were scratch
+                    self.pool.shrink(state.lease, state.rows)
+            for state, ids, scores in zip(states, drafts, logprobs, strict=True):
+                state.last_scores = scores
+                state.last_drafts = ids
         except BaseException:
             entry.undo()
             for state in states:
+                state.last_drafts = []
                 self.pool.shrink(state.lease, state.rows)  # nobody has blocks beyond those of its rows between calls
             raise
-        drafts, logprobs = made.ids, made.scores
-        if len(call.rows) < len(states):
-            drafts, logprobs = [[] for _ in states], [[] for _ in states]
-            for row, ids, scores in zip(call.rows, made.ids, made.scores, strict=True):
-                drafts[row], logprobs[row] = ids, scores
         self.metrics.skipped_rows += sum(entry.gaps)
-        if [len(ids) for ids in made.ids] != call.counts:
-            self._shorten(call, made.ids, entry.gaps)
-        if self.kind.at_once:
-            for state in call.states:  # rows that were scratch
-                self.pool.shrink(state.lease, state.rows)
-        for state, ids, scores in zip(states, drafts, logprobs, strict=True):
-            state.last_drafts = ids
-            state.last_scores = scores
+        if short:
+            self._count_missing(call, made.ids, entry.gaps)
         # Of this propose or of none: an id of an earlier one would be taken for this one's.
         self._deferred = None if made.deferred is None else (states[0], made.deferred)
         if out_confidence is not None:
@@ -388,12 +392,16 @@ class MtpProposer(DeviceMethods, DraftProposer):
         if call.rows:
             self._count_path(len(call.rows), masked=call.grammars is not None)
 
-    def _shorten(self, call: drafting.Call, drafts: Sequence[Sequence[int]], gaps: Sequence[int]) -> None:
-        """Take back the rows of drafts that did not come, and what was counted for sequences without any."""
-        for row, state, count, ids, gap in zip(call.rows, call.states, call.counts, drafts, gaps, strict=True):
+    def _shorten(self, call: drafting.Call, drafts: Sequence[Sequence[int]]) -> None:
+        """Take back the rows of drafts that did not come."""
+        for state, count, ids in zip(call.states, call.counts, drafts, strict=True):
             if len(ids) < count:
                 state.history.keep(state.rows - self.kind.adds(count) + self.kind.adds(len(ids)))
                 self.pool.shrink(state.lease, state.rows)
+
+    def _count_missing(self, call: drafting.Call, drafts: Sequence[Sequence[int]], gaps: Sequence[int]) -> None:
+        """Sequences without any draft: why, and that no row came behind a gap."""
+        for row, ids, gap in zip(call.rows, drafts, gaps, strict=True):
             if not ids:
                 self.metrics.skipped_rows -= gap
                 self.metrics.refusals["grammar" if call.grammars and call.grammars.masked(row) else "not_finite"] += 1
@@ -412,8 +420,10 @@ class MtpProposer(DeviceMethods, DraftProposer):
         """Reserve blocks and keep in `call` the rows that draft: the others stay out of the launch altogether."""
         limit, kind = self.runner.max_position, self.kind
         count = kind.drafts(num_drafts, max(call.positions), limit)
-        if count >= 1 and count == kind.drafts(num_drafts, 0, None):  # the farthest sequence drafts all, so every one does
-            leases, more = [state.lease for state in states], kind.writes(count)
+        more = kind.writes(count)
+        # Where the farthest sequence is not held up by the limit, no one is.
+        if count >= 1 and count == kind.drafts(num_drafts, 0, None) and more == kind.writes(count, max(call.positions), limit):
+            leases = [state.lease for state in states]
             if self._cover(leases, call.before, more):
                 call.slots = self.pool.slots_of(leases, call.before, more) if more else ([], {})
                 call.rows, call.counts, call.states = list(range(len(states))), [count] * len(states), list(states)

@@ -280,11 +280,15 @@ class BlockPool:
         beyond = sum([max(count - lease.outstanding, 0) for lease, count in wanted])
         if beyond > len(free) - self._promised:
             return False
-        for lease, count in wanted:
-            if count > 0:
-                before = lease.outstanding
-                lease.blocks += [free.pop() for _ in range(count)]
-                self._changed(lease, before)
+        try:
+            for lease, count in wanted:
+                if count > 0:
+                    before = lease.outstanding
+                    lease.blocks += [free.pop() for _ in range(count)]
+                    self._changed(lease, before)
+        except BaseException:
+            self._recount()
+            raise
         return True
 
     def shrink(self, lease: Lease, rows: int) -> None:
@@ -292,11 +296,15 @@ class BlockPool:
         keep = self._blocks(whole(rows, "rows", WHERE))
         blocks = self._own(lease).blocks
         if len(blocks) > keep:
-            before, dropped = lease.outstanding, blocks[keep:]
-            del blocks[keep:]
-            self._free.extend(reversed(dropped))
             lease.steady = min(lease.steady, keep)
-            self._changed(lease, before)
+            before, dropped = lease.outstanding, blocks[keep:]
+            try:
+                del blocks[keep:]
+                self._free.extend(reversed(dropped))
+                self._changed(lease, before)
+            except BaseException:
+                self._recount()
+                raise
 
     def close(self, lease: Lease) -> None:
         """Give everything back, the promise too. Closing twice does nothing."""
@@ -305,6 +313,14 @@ class BlockPool:
             self.shrink(lease, 0)
             self._leases.remove(lease)
             self._promised -= lease.outstanding
+
+    def _recount(self) -> None:
+        """After an interrupt between two lines: what is free and promised follows from who has what."""
+        taken = {block for lease in self._leases for block in lease.blocks} | self._loaned
+        self._free[:] = [block for block in reversed(range(self.total)) if block not in taken]
+        self._promised = sum(lease.outstanding for lease in self._leases)
+        for lease in self._leases:
+            lease.version = next(_VERSIONS)
 
     def _changed(self, lease: Lease, before: int) -> None:
         """The lease has other blocks than when `before` were outstanding."""

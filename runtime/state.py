@@ -159,14 +159,15 @@ class Entry:
     def __init__(self, states: Sequence[MtpProposerState], tokens: Sequence[int], positions: Sequence[int]):
         self.states, self.tokens, self.positions = states, tokens, positions
         self.gaps: list[int] = []
-        self.made: list[tuple[MtpProposerState, int, array[int], str, int, int | None]] = []
+        self.made: list[tuple[MtpProposerState, int, array[int], str, int, int | None, Sequence[float]]] = []
 
     def make(self, drafting: Sequence[int], counts: Sequence[int], digest: Callable[[], str]) -> None:
         """counts[i] rows for sequence drafting[i]; digest: of what writes them."""
         for state, token, position in zip(self.states, self.tokens, self.positions, strict=True):
             history = state.history
             later = history.text[position:] if position < len(history.text) else _NONE
-            self.made.append((state, len(history.positions), later, state.model, state.next_token, state.proposed_at))
+            before = (state.model, state.next_token, state.proposed_at, state.last_scores)
+            self.made.append((state, len(history.positions), later, *before))
             history.read(position, (token,))
             state.next_token = state.proposed_at = position
         for place, count in zip(drafting, counts, strict=True):
@@ -181,13 +182,13 @@ class Entry:
 
     def undo(self) -> None:
         # An interrupt may have come between any two lines of `make`.
-        for (state, rows, later, model, next_token, proposed_at), position in zip(self.made, self.positions, strict=False):
+        for (state, rows, later, *before), position in zip(self.made, self.positions, strict=False):
             history = state.history
             history.keep(rows)
             if position < len(history.text):
                 del history.text[position:]
             history.text.extend(later)
-            state.model, state.next_token, state.proposed_at = model, next_token, proposed_at
+            state.model, state.next_token, state.proposed_at, state.last_scores = before
 
 
 _NONE = array("i")

@@ -5,17 +5,20 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import unwrap
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from circuitgraph.runtime import ReferenceRunner
+from circuitgraph.runtime import BlockPool, MtpProposer, ReferenceRunner
 from circuitgraph.runtime.cuda import _Chain
 from circuitgraph.runtime.runner import ChainRows, DraftRunner
 from circuitgraph.runtime.state import Entry, History
+from tests.runtime.grammars import CountingMatcher
 from tests.runtime.helpers import Script, drafter, oracle, proposer_of
 from tests.runtime.test_proposer import prefilled, propose, snapshot
 
@@ -71,7 +74,7 @@ def test_an_interrupt_between_any_two_lines_of_the_bookkeeping_is_taken_back():
         positions = [6, 3, 7]
         tokens = [s.tokens[at] for s, at in zip(scripts, positions, strict=True)]
         hiddens = [s.hiddens[at - 1] for s, at in zip(scripts, positions, strict=True)]
-        with interrupt(stop) as lines:
+        with interrupt(stop, Entry.make, History.read, DraftRunner.model_digest) as lines:
             try:
                 proposer.propose_batch(tokens, hiddens, positions, 4, states)
                 interrupted = False
@@ -90,24 +93,64 @@ def test_an_interrupt_between_any_two_lines_of_the_bookkeeping_is_taken_back():
     assert proposer.drafter_rows(states[1]) == 4
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_an_interrupt_anywhere_in_a_propose_leaves_states_and_pool_as_they_were(ended):
+    """Blocks are taken, one of the sequences' of a promise; `ended`: a grammar ends one's drafts early, so that rows go back,
+    too. Where the drafts are there already, they wait for their verify as after any propose."""
+    stop, after = 0, set()
+    parts = [BlockPool.cover, BlockPool._take, BlockPool._changed, MtpProposer._choose_rows]
+    parts += [BlockPool.shrink, MtpProposer._shorten] if ended else []
+    while True:
+        proposer, scripts = proposer_of(block_size=2, blocks=60), [Script(0), Script(1)]
+        states = [proposer.alloc_state_for(30), proposer.alloc_state()]
+        for state, script in zip(states, scripts, strict=True):
+            proposer.prefill_drafter(script.tokens[:6], script.hiddens[:6], state)
+        before = snapshot(proposer, *states)
+        rows = [s.tokens[6] for s in scripts], torch.stack([s.hiddens[5] for s in scripts]), [6, 6], 4, states
+        grammars = [None, CountingMatcher(drafter().vocab_size, 0, ends=2)] if ended else None
+        with interrupt(stop, unwrap(MtpProposer._propose), *parts) as lines:
+            try:
+                proposer.propose_batch(*rows, grammars=grammars)
+                interrupted = False
+            except KeyboardInterrupt:
+                interrupted = True
+        ledger = proposer.pool.ledger
+        assert ledger.balances
+        assert proposer.pool._promised == ledger.promised, lines[-1]
+        if not interrupted:
+            break
+        if any(state.last_drafts for state in states):
+            assert all(state.last_drafts for state in states), lines[-1]
+            after.add(lines[-1])
+        else:
+            assert kept(before) == kept(snapshot(proposer, *states)), lines[-1]
+            assert proposer.propose_batch(*rows) == [oracle(drafter(), script, 6, 4) for script in scripts]
+        for state in states:
+            proposer.free_state(state)
+        assert (proposer.pool.ledger.free, proposer.pool._promised) == (60, 0), lines[-1]
+        stop += 1
+    assert {name for name, _ in lines} == {"_propose", *(part.__name__ for part in parts)}
+    assert {name for name, _ in after} == {"_propose"}, "only once all of it has happened"
+
+
 @contextmanager
-def interrupt(stop: int) -> Iterator[list[tuple[str, int]]]:
-    """Ctrl-C before line number `stop` that runs in `Entry.make`, or in what it calls there; gives those that ran."""
+def interrupt(stop: int, function: Callable, *parts: Callable) -> Iterator[list[tuple[str, int]]]:
+    """Ctrl-C before line number `stop` that runs in `function`, or in what of `parts` is called there; gives those that ran."""
     lines: list[tuple[str, int]] = []
     inside = []
+    whole, codes = function.__code__, {part.__code__ for part in parts}
 
     def each_call(frame, event, arg):
-        if frame.f_code is Entry.make.__code__:
+        if frame.f_code is whole:
             inside.append(frame)
-        called = frame.f_code in (History.read.__code__, DraftRunner.model_digest.__code__)
-        return each_line if frame.f_code is Entry.make.__code__ or (called and inside) else None
+        return each_line if frame.f_code is whole or (frame.f_code in codes and inside) else None
 
     def each_line(frame, event, arg):
         if event == "line":
             lines.append((frame.f_code.co_name, frame.f_lineno))
             if len(lines) == stop + 1:
                 raise KeyboardInterrupt
-        elif event == "return" and frame.f_code is Entry.make.__code__:
+        elif event == "return" and frame.f_code is whole:
             inside.clear()
         return each_line
 
@@ -155,7 +198,7 @@ def chain_of(steps: int, n: int, launched: list[list[int]]) -> _Chain:
     chain.starts_cells = (ctypes.c_int32 * (2 * n)).from_address(chain.starts.data_ptr())
     chain.counted = chain.pinned[n:].view(2, steps, n)
     chain.hidden, chain.allowed, chain.tables, chain.unread = torch.zeros(n, 4), None, [0] * n, False
-    chain.place, chain.places = None, set()
+    chain.recent, chain.places = deque(), set()
     chain.copied = SimpleNamespace(query=lambda: True)  # type: ignore[assignment]
     chain.result = chain.pinned_result = torch.zeros(2, steps, n, dtype=torch.int32)
     chain.readings = {}

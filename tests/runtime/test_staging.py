@@ -74,6 +74,23 @@ def test_staged_tables_are_the_leases(seed):
     assert copied > 1000
 
 
+def test_an_interrupt_while_a_table_is_staged_leaves_no_foreign_one():
+    """Another sequence's blocks lie in a row of the table that was staged for one before: it must not be taken for its own."""
+    pool, staged = BlockPool(drafter().circuit, blocks=40, block_size=2), Staged(1, 2)
+    first, second = pool.open(), pool.open()
+    pool.grow([(first, 6), (second, 6)])
+    staged.chain._stage_tables([first])
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    second.copied = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        staged.chain._stage_tables([second])
+    staged.chain._stage_tables([first])
+    assert staged.table(0, 3) == first.blocks
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_staged_integers_are_those_of_all_steps(whole):
     """Both ways to stage: all rows make all steps, or some stop. Row 1 goes over to another block, row 2 stops (or does not)."""
