@@ -182,13 +182,14 @@ class Entry:
 
     def undo(self) -> None:
         # An interrupt may have come between any two lines of `make`.
-        for (state, rows, later, *before), position in zip(self.made, self.positions, strict=False):
+        for made, position in zip(self.made, self.positions, strict=False):
+            state, rows, later, model, next_token, proposed_at, scores = made
             history = state.history
             history.keep(rows)
             if position < len(history.text):
                 del history.text[position:]
             history.text.extend(later)
-            state.model, state.next_token, state.proposed_at, state.last_scores = before
+            state.model, state.next_token, state.proposed_at, state.last_scores = model, next_token, proposed_at, scores
 
 
 _NONE = array("i")

@@ -167,7 +167,8 @@ def test_hiddens_are_read_where_they_lie_or_copied(small, runners):
             check_lists(rows, got, runner.chain(2, now.inputs["token"], hidden, now.inputs["position"], theirs, slots))
             assert same_caches(ours, theirs)
         chains = [graph for graph in runner._graphs.values() if isinstance(graph, _Chain)]
-        assert max(len(chain.places) for chain in chains) == MOST_PLACES
+        if n in runner.widths:  # rows on a larger program are copied
+            assert max(len(chain.places) for chain in chains) == MOST_PLACES
 
 
 def moved(case: Case, row: int) -> Case:
@@ -258,8 +259,10 @@ def test_rows_that_see_nothing(artifact, runners):
 
 
 def test_nan_stays_in_its_row(artifact, runners):
-    """A row whose hidden is NaN drafts token 0 with log-probability -inf, in a chain too; its neighbours notice nothing."""
+    """A row whose hidden is NaN drafts the head's first token with log-probability -inf, in a chain too; its neighbours notice
+    nothing."""
     runner = runners(artifact)
+    first = 0 if runner._offsets is None else int(runner._offsets[0])
     n = [width for width in runner.widths if width <= 16][-1]
     case = situation(runner, "draft", n, 0)
     want, _ = run(runner, case, "draft")
@@ -267,11 +270,11 @@ def test_nan_stays_in_its_row(artifact, runners):
     kept = Kept(runner, case)
     for _ in range(3):
         got, _ = run(runner, case, "draft", kept)
-        assert got["draft"][0] == 0
+        assert got["draft"][0] == first
         assert got["logprob"][0] == float("-inf")
         assert torch.equal(got["draft"][1:], want["draft"][1:])
     assert recorded(runner)
     inputs = (case.inputs["token"], case.inputs["hidden"], case.inputs["position"])
     for _ in range(3):
         chain = runner.chain(3, *inputs, kept.caches(), chain_slots(case, 3))
-        assert chain.drafts[0, 0] == 0
+        assert chain.drafts[0, 0] == first

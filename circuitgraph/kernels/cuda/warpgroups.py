@@ -575,12 +575,15 @@ State = tuple[Any, Any, Any]
 
 
 def merged(one: State, other: State) -> State:
-    """Both as one; the lower column wins a tie."""
+    """Both as one, to the last bit whichever is named first: a row's place decides that. The lower column wins a tie. A logit
+    that is no number makes the sum none."""
     wins = T.Or(other[0] > one[0], T.And(T.EQ(other[0], one[0]), other[1] < one[1]))
     index = hold(T.Select(wins, other[1], one[1]), "int32")
     best = hold(T.max(one[0], other[0]))
-    shares = [power_of_two((part[0] - best) * T.float32(LOG2_E)) for part in (one, other)]
-    return best, index, hold(one[2] * shares[0] + other[2] * shares[1])
+    higher = hold(T.Cast("int32", other[0] > one[0]), "int32")
+    least, most = (hold(T.Select(higher > 0, a, b)) for a, b in ((one[2], other[2]), (other[2], one[2])))
+    below = T.Select(higher > 0, one[0] - other[0], other[0] - one[0])
+    return best, index, hold(most + least * power_of_two(below * T.float32(LOG2_E)))
 
 
 def chosen(condition: Any, yes: State, no: State) -> State:
