@@ -2,8 +2,8 @@
 
 A block of threads has the rows of one block, one KV head and a part of the context. The rows of its `mma` are the queries of all
 those rows and of all query heads that share the KV head, 16 a warp; tiles of 64 cache rows go through a ring that all warps
-share. Each row has its own end. Rows of several sequences are taken one sequence after the other: nothing is assumed of them but
-that their values are finite, since those of hidden rows are multiplied by 0. Where ends differ, parts are cut by the farthest one.
+share. Each row has its own end. Rows of several sequences are taken one sequence after the other: nothing is assumed of them
+but that values are finite, since those of hidden rows are multiplied by 0. Where ends differ, parts are cut by the farthest one.
 
 The parts are a cluster of thread blocks, which read each other's sums from shared memory.
 """
