@@ -98,7 +98,7 @@ EXPERT = "model.layers.2.mlp.experts."
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop(f"{EXPERT}5.up_proj.weight"), rf"no tensor '{EXPERT}5.up_proj.weight'"),
+        (lambda t: t.pop(f"{EXPERT}5.up_proj.weight"), rf"{EXPERT}5.up_proj.weight: an expert lacks this tensor"),
         (lambda t: t.pop(f"{EXPERT}7.up_proj.weight"), r"expected \[8, 32, 64\]; got \[7, 32, 64\]"),
         (
             lambda t: t.update({f"{EXPERT}3.down_proj.weight": t[f"{EXPERT}3.down_proj.weight"].float()}),

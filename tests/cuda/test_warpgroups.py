@@ -93,8 +93,8 @@ def test_scales_that_change_within_a_piece_are_refused():
 
 
 def test_few_rows_get_warpgroups_where_nothing_streams():
-    """Of 16 rows: 17408 columns do not split into parts that fit the registers, and a head of 7168 has none."""
-    plan = plan_of(dflash(intermediate_size=17408), 16)
+    """Of 16 rows: 18944 columns do not split into parts that fit the registers, and a head of 7168 has none."""
+    plan = plan_of(dflash(intermediate_size=18944), 16)
     last = [choice.kernel for group, choice in zip(plan.groups, plan.choices, strict=True) if group.pattern == "project"][-1]
     assert last == "cuda.linear_warpgroups"
     assert kernels_of(plan_of(dflash(hidden_size=7168), 16))["head"] == "top1_warpgroups"
