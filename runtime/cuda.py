@@ -506,7 +506,7 @@ class _Chain:
     def _reads_in_place(self, hidden: torch.Tensor) -> bool:
         """Whether the first step reads the caller's memory: servers hand over the same one time and again, or a few in turn, so
         graphs of their own save a copy: for the first few that came again soon. Only addresses are kept."""
-        if hidden.dtype != self.hidden.dtype or not hidden.is_contiguous():
+        if hidden.dtype != self.hidden.dtype or hidden.shape != self.hidden.shape or not hidden.is_contiguous():
             return False
         address = hidden.data_ptr()
         if address in self.places:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from circuitgraph.runtime import BlockPool
-from circuitgraph.runtime.cuda import _Chain
+from circuitgraph.runtime.cuda import MOST_PLACES, _Chain
 from circuitgraph.runtime.runner import ChainRows
 from tests.runtime.helpers import drafter
 
@@ -89,6 +90,24 @@ def test_an_interrupt_while_a_table_is_staged_leaves_no_foreign_one():
         staged.chain._stage_tables([second])
     staged.chain._stage_tables([first])
     assert staged.table(0, 3) == first.blocks
+
+
+def test_only_hiddens_that_fit_and_came_again_are_read_in_place():
+    """Their address is all that a graph has: another shape, type or layout there must be copied, and so what comes once."""
+    chain = object.__new__(_Chain)
+    chain.hidden, chain.recent, chain.places = torch.zeros(2, 4), deque(maxlen=MOST_PLACES), set()
+    memory = torch.zeros(MOST_PLACES + 2, 4, 4)
+    reads = [chain._reads_in_place(memory[0, :2]) for _ in range(3)]
+    assert reads == [False, True, True]
+    others = [memory[0, :1], memory[0], memory[0, ::2], memory[0, :2].to(torch.float16), memory[0].view(-1)[:8].view(torch.int32)]
+    assert not any(chain._reads_in_place(other) for other in others * 2)
+    odd = memory.view(-1)[1:9].view(2, 4)  # kernels read 16 bytes at a time
+    assert not any(chain._reads_in_place(odd) for _ in range(3))
+    for turn in range(2):
+        assert [chain._reads_in_place(memory[place, :2]) for place in (1, 2)] == [turn > 0] * 2, "two buffers in turn"
+    for place in range(3, MOST_PLACES + 2):
+        chain._reads_in_place(memory[place, :2])
+        assert chain._reads_in_place(memory[place, :2]) == (place < MOST_PLACES), "recording one takes milliseconds"
 
 
 @pytest.mark.parametrize("whole", [True, False])
