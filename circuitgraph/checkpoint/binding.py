@@ -188,7 +188,8 @@ def load_circuit(
     loaded = load_program(program)
     settings = chosen.read_config(raw or RawConfig(chosen.file.example, f"the example of family '{chosen.name}'"))
     _check_values(loaded, chosen, settings)
-    circuit = _resolved(loaded, Bindings(settings.values, _decide(loaded, chosen, settings, switches), act, wt, kv), settings)
+    bindings = Bindings(settings.values, _decide(loaded, chosen, settings, switches), act, wt, kv)
+    circuit = _resolved(loaded, bindings, settings, shipped=_program_name(program) is not None)
     _check_block(circuit, chosen, settings)
     return circuit
 
@@ -245,7 +246,7 @@ def bind(
     _check_target(opened, config)
     decided = _decide(loaded, chosen, config, switches)
     bindings = Bindings(config.values, decided, act, wt, kv or act)
-    circuit = _resolved(loaded, bindings, config)
+    circuit = _resolved(loaded, bindings, config, shipped=wanted is None or _program_name(wanted) is not None)
     _check_block(circuit, chosen, config)
     account = Account(chosen, circuit, config, opened, wt, host_dtype)
     refs, rows = account.settle()
@@ -371,12 +372,12 @@ def _check_block(circuit: Circuit, family: Family, config: ModelConfig) -> None:
         raise CheckpointError(faults)
 
 
-def _resolved(program: Program, bindings: Bindings, config: ModelConfig) -> Circuit:
+def _resolved(program: Program, bindings: Bindings, config: ModelConfig, *, shipped: bool) -> Circuit:
     """The circuit; of a shipped program, what does not fit does so because of the config's numbers."""
     try:
         return resolve(program, bindings)
     except ProgramError as error:
-        if program.name not in shipped_programs():
+        if not shipped:
             raise
         hint = f"Are the numbers in {config.raw.file} those of one model?"
         raise ProgramError([replace(fault, hint=fault.hint or hint) for fault in error.faults]) from None
