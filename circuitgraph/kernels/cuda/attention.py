@@ -9,7 +9,7 @@ from typing import Any
 from tvm.tirx.script import builder as T
 
 from .row_program import for_each
-from .values import LOG2_E, LOWEST, hold, load, load_int, put, register, store, wide, zeros
+from .values import LOG2_E, LOWEST, do, hold, load, load_int, put, register, store, wide, zeros
 
 WARPS = 4
 
@@ -125,3 +125,24 @@ def emit_combine(env: Any, query: Query, finish: Callable[[Any, Any, Any, Any], 
             finish(row, head, d, joined(found))
 
         for_each(dim, at.warp * 32 + at.lane, warps * 32, column)
+
+
+def cluster_sync(parts: int) -> None:
+    """All thread blocks of a context's parts: a cluster, or the block alone."""
+    if parts == 1:
+        do(T.cuda.cta_sync())
+    else:
+        do(T.ptx.barrier.cluster.arrive.release.aligned())
+        do(T.ptx.barrier.cluster.wait.acquire.aligned())
+
+
+def of_block(parts: int, part: int, place: Any) -> Any:
+    """A float of the same place in the shared memory of another part's block."""
+    value, address = register("float32"), register("uint32")
+    if parts == 1:
+        do(T.ptx["ld.shared.f32"](value[0], place))
+    else:
+        window = T.cuda.cvta_generic_to_shared(place)
+        do(T.ptx.mapa.shared__cluster.u32(address[0], window, T.uint32(part)))
+        do(T.ptx["ld.shared::cluster.f32"](value[0], address[0]))
+    return value[0]

@@ -16,7 +16,7 @@ from typing import Any
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
-from .attention import Query
+from .attention import Query, cluster_sync, of_block
 from .latent import power_of_two
 from .paged import LOAD_TRANSPOSED
 from .values import COPY, LOAD, LOG2_E, LOWEST, do, from_lane, hold, load_int, put, register, wide, zeros
@@ -254,7 +254,7 @@ class BlockAttention:
             with T.If(at.lane % 4 < 1), T.Then():
                 T.buffer_store(self.stats, self.largest[half], [place, 0])
                 T.buffer_store(self.stats, self.total[half], [place, 1])
-        self._cluster_sync()
+        cluster_sync(self.query.parts)
         threads = self.warps * 32
         with T.If(self.thread < self.queries), T.Then():
             self._weigh_parts()
@@ -268,7 +268,7 @@ class BlockAttention:
                 inside = T.And(place < self.queries, self.first_row + T.floordiv(place, self.group) < self.rows)
                 inside = hold(T.Cast("int32", inside), "int32")
                 nearest, column = T.min(place, T.int32(self.queries - 1)), hold(T.floormod(index, self.dim), "int32")
-                found = [self._of_block(part, self.sums_of_block.ptr_to([nearest, column])) for part in range(parts)]
+                found = [of_block(parts, part, self.sums_of_block.ptr_to([nearest, column])) for part in range(parts)]
                 elements.append((inside, place, column, found))
             for inside, place, column, found in elements:
                 value = T.float32(0)
@@ -279,12 +279,12 @@ class BlockAttention:
                 with T.If(inside > 0), T.Then():
                     finish(row, head, column, hold(value))
         if parts > 1:
-            self._cluster_sync()  # the others may still be reading this block's sums
+            cluster_sync(self.query.parts)  # the others may still be reading this block's sums
 
     def _weigh_parts(self) -> None:
         """What each part of a query's context counts: zero where there is nothing to see."""
         parts = self.query.parts
-        found = [[self._of_block(part, self.stats.ptr_to([self.thread, i])) for i in range(2)] for part in range(parts)]
+        found = [[of_block(parts, part, self.stats.ptr_to([self.thread, i])) for i in range(2)] for part in range(parts)]
         top, total = register("float32", name="top"), register("float32", name="joined")
         put(top, T.float32(FLOOR))
         put(total, T.float32(0))
@@ -296,21 +296,3 @@ class BlockAttention:
         for part, share in enumerate(shares):
             value = T.Select(total[0] > T.float32(0), share / total[0], T.float32(0))
             T.buffer_store(self.shares, value, [part, self.thread])
-
-    def _cluster_sync(self) -> None:
-        if self.query.parts == 1:
-            do(T.cuda.cta_sync())
-        else:
-            do(T.ptx.barrier.cluster.arrive.release.aligned())
-            do(T.ptx.barrier.cluster.wait.acquire.aligned())
-
-    def _of_block(self, part: int, place: Any) -> Any:
-        """A float of the same place in another block's shared memory."""
-        value, address = register("float32"), register("uint32")
-        if self.query.parts == 1:
-            do(T.ptx["ld.shared.f32"](value[0], place))
-        else:
-            window = T.cuda.cvta_generic_to_shared(place)
-            do(T.ptx.mapa.shared__cluster.u32(address[0], window, T.uint32(part)))
-            do(T.ptx["ld.shared::cluster.f32"](value[0], address[0]))
-        return value[0]

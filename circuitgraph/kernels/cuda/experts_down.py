@@ -17,7 +17,7 @@ from .route import ALL, Choosing
 from .values import do, hold, load, load_int, put, register, zeros
 
 
-class _Cursor:
+class Cursor:
     """Where a warp is among the steps of a tile: of the expert `place` in the list, -1 for the shared one, step `step`.
 
     Which steps of an expert are a warp's depends on the expert's number, not on its place: so a row's sums are rounded in
@@ -122,7 +122,7 @@ class Down:
 
     def _cursors(self) -> tuple[Any, Any]:
         """Of what is multiplied, and of what is copied."""
-        return _Cursor(self, "place", "step"), _Cursor(self, "ahead_place", "ahead_step")
+        return Cursor(self, "place", "step"), Cursor(self, "ahead_place", "ahead_step")
 
     def _begin(self, addresses: Any) -> None:
         """Fill the ring: the shared expert's weights before all that the kernel waits for."""

@@ -13,28 +13,18 @@ from .expert_groups import rank_in
 from .expert_one import OneRow
 from .expert_steps import Ring
 from .experts import STEP_WORDS, down_scales
-from .experts_down import Down
+from .experts_down import Cursor, Down
 from .values import COPY, COPY_WORD, do, hold, load_int, put, register, zeros
 
 
-class _Walk:
-    """Where a warp is among the steps of a tile: of the expert `place` in the table, steps `step` and so on. As `_Cursor`."""
+class _Walk(Cursor):
+    """Where a warp is among the steps of a tile: of the expert `place` in the table, where the shared one stands, too."""
 
-    def __init__(self, down: EarlyDown, *names: str):
-        self.down = down
-        self.place, self.step = (register("int32", name=name) for name in names)
-
-    @property
-    def inside(self) -> Any:
-        return self.place[0] < self.down.total
+    down: EarlyDown
 
     def begin(self) -> None:
         put(self.place, T.int32(0))
         put(self.step, self._first(T.int32(0)))
-        self._settle()
-
-    def move(self) -> None:
-        put(self.step, self.step[0] + self.down.cut.warps)
         self._settle()
 
     def _settle(self) -> None:
@@ -47,12 +37,8 @@ class _Walk:
             with T.While(T.And(self.inside, behind)):
                 self._next()
 
-    def _next(self) -> None:
-        put(self.place, self.place[0] + 1)
-        put(self.step, self._first(self.place[0]))
-
     def _first(self, place: Any) -> Any:
-        """See `_Cursor`: which steps of an expert are a warp's depends on the expert's number alone."""
+        """See `Cursor`: which steps of an expert are a warp's depends on the expert's number alone."""
         down = self.down
         if down.even:
             return down.at.warp

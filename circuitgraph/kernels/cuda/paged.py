@@ -16,7 +16,7 @@ from typing import Any
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
-from .attention import Query, joined
+from .attention import Query, cluster_sync, joined, of_block
 from .row_program import for_each
 from .values import COPY, LOAD, LOG2_E, LOWEST, do, from_lane, hold, put, register, store, wide, zeros
 
@@ -278,35 +278,17 @@ class PagedAttention:
     def _join_parts(self, finish: Callable[[Any, Any, Any, Any], None]) -> None:
         """Every block of the cluster finishes some of the elements, with all blocks' sums; zero where a row sees nothing."""
         at, parts, count = self.at, self.query.parts, self.group * self.dim
-        self._cluster_sync()
+        cluster_sync(self.query.parts)
 
         def element(index: Any) -> None:
             member, d = hold(T.floordiv(index, self.dim), "int32"), hold(T.floormod(index, self.dim), "int32")
             places = [self.part_stats.ptr_to([member, 0]), self.part_stats.ptr_to([member, 1])]
             places.append(self.shared_sums.ptr_to([0, member, d]))
-            found = [tuple(self._of_block(part, place) for place in places) for part in range(parts)]
+            found = [tuple(of_block(parts, part, place) for place in places) for part in range(parts)]
             head = hold(self.kv_head * self.group + member, "int32")
             finish(self.row, head, d, joined(found))
 
         threads = self.warps * 32
         for_each(count, hold(self.part * threads + at.warp * 32 + at.lane, "int32"), parts * threads, element)
         if parts > 1:
-            self._cluster_sync()  # the others may still be reading this block's sums
-
-    def _cluster_sync(self) -> None:
-        if self.query.parts == 1:
-            do(T.cuda.cta_sync())
-        else:
-            do(T.ptx.barrier.cluster.arrive.release.aligned())
-            do(T.ptx.barrier.cluster.wait.acquire.aligned())
-
-    def _of_block(self, part: int, place: Any) -> Any:
-        """A float of the same place in another block's shared memory."""
-        value, address = register("float32"), register("uint32")
-        window = T.cuda.cvta_generic_to_shared(place)
-        if self.query.parts == 1:
-            do(T.ptx["ld.shared.f32"](value[0], place))
-        else:
-            do(T.ptx.mapa.shared__cluster.u32(address[0], window, T.uint32(part)))
-            do(T.ptx["ld.shared::cluster.f32"](value[0], address[0]))
-        return value[0]
+            cluster_sync(self.query.parts)  # the others may still be reading this block's sums

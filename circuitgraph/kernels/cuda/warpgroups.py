@@ -266,14 +266,19 @@ class WarpgroupTiles:
 
     def _copy_weights(self) -> None:
         self._copy_weight_chunks()
+        with self._copied(), T.If(self.place[0] < self.stop), T.Then():
+            self._find_weights()
+
+    @contextmanager
+    def _copied(self) -> Iterator[None]:
+        """One stage further; the body is emitted where the next tile begins."""
         do(T.ptx["cp.async.mbarrier.arrive.noinc.shared.b64"](self.full.ptr_to([self.slot[0]])))
         self._advance()
         put(self.stage, self.stage[0] + 1)
         with T.If(self.stage[0] >= self.end), T.Then():
             put(self.stage, self.first)
             put(self.place, self.place[0] + 1)
-            with T.If(self.place[0] < self.stop), T.Then():
-                self._find_weights()
+            yield
 
     def _copy_weight_chunks(self) -> None:
         for index in range(self.tile.weights // LINES):
@@ -287,12 +292,8 @@ class WarpgroupTiles:
             row = T.min(self.first_row + line, T.int32(self.rows - 1))
             source = self.x.ptr_to([wide(row), wide(self.stage[0] * (DEPTH // 2) + self.chunk * 4)])
             self._copy(source, self.first_line + line)
-        do(T.ptx["cp.async.mbarrier.arrive.noinc.shared.b64"](self.full.ptr_to([self.slot[0]])))
-        self._advance()
-        put(self.stage, self.stage[0] + 1)
-        with T.If(self.stage[0] >= self.end), T.Then():
-            put(self.stage, self.first)
-            put(self.place, self.place[0] + 1)
+        with self._copied():
+            pass
 
     def _copy(self, source: Any, line: Any) -> None:
         chunk = T.bitwise_xor(self.chunk, T.bitwise_and(self.line, 7))  # the lines of a thread are eight apart
