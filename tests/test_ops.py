@@ -66,9 +66,9 @@ FLOPS = {
 def test_operations_are_counted(name: str) -> None:
     op, sample, _ = sample_of(name, 0)
     outputs = op.infer(sample.types, sample.attrs, CONTEXT)
-    assert op.cost(sample.types, outputs, sample.attrs, VISIBLE).flops == FLOPS.get(name, 0)
+    assert op.flops(sample.types, outputs, sample.attrs, VISIBLE) == FLOPS.get(name, 0)
     attends = name in ("attention", "latent_attention")
-    assert op.cost(sample.types, outputs, sample.attrs, 2 * VISIBLE).flops == FLOPS.get(name, 0) * (2 if attends else 1)
+    assert op.flops(sample.types, outputs, sample.attrs, 2 * VISIBLE) == FLOPS.get(name, 0) * (2 if attends else 1)
 
 
 @pytest.mark.parametrize(("name", "index"), SAMPLES)
@@ -102,7 +102,7 @@ def test_an_op_with_a_missing_part_is_refused() -> None:
         def infer(types, attrs, ctx):
             return tuple(types)
 
-    with pytest.raises(TypeError, match=r"^op Half lacks reference, cost, samples, inputs, docstring$"):
+    with pytest.raises(TypeError, match=r"^op Half lacks reference, flops, samples, inputs, docstring$"):
         register(Half)
     assert "half" not in TABLE
 

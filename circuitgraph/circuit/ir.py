@@ -250,6 +250,10 @@ class Circuit:
         """Rows of a sequence in a `block` entry: what the program calls so, or 1."""
         return int(dict(self.facts).get("block_size", 1))
 
+    def block_of(self, entry: str) -> int:
+        """Rows of the entry that one sequence has."""
+        return self.block_size if self.entry(entry).rows == "block" else 1
+
     def sources(self) -> Iterator[Value]:
         """Values that exist before the first node: inputs, states, tables, weights."""
         yield from (Value(item.name, item.type) for item in self.inputs)

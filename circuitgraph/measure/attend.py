@@ -98,7 +98,7 @@ def _row(
     kinds = {item.name: item.type for item in circuit.inputs}
     scale = float(node.attr["scale"])
     q_types = [item.with_rows(n) for item in kinds.values()]
-    flops = TABLE[node.op].cost(q_types, q_types[:1], {}, context).flops
+    flops = TABLE[node.op].flops(q_types, q_types[:1], {}, context)
     moved = n * context * state.bytes_per_row()
     copies = max(2, min(MOST_COPIES, math.ceil(ENOUGH / moved)))
     caches = [_cache(state, n, context, device) for _ in range(copies)]

@@ -16,9 +16,8 @@ import torch
 from ..artifact.manifest import Function, Manifest
 from ..artifact.store import read_artifact
 from ..circuit.narrow import slice_entry, specialize
-from ..circuit.types import StateType
 from ..errors import ArtifactError, Fault, did_you_mean
-from ..ops import TABLE, Cost
+from ..plan.ir import Cost, node_cost
 from ..plan.text import CONTEXT_FOR_COST
 from ..runtime.compiled import CompiledRunner, open_library
 from .cases import Case, Span, make_case
@@ -261,10 +260,7 @@ def cost_at(manifest: Manifest, function: Function, context: int) -> Cost:
     circuit = specialize(slice_entry(manifest.circuit, function.entry), function.rows)
     moved, flops = function.cost_bytes, function.cost_flops
     for node in circuit.nodes:
-        if node.op == "attention":
-            ins, outs = [circuit.types[name] for name in node.inputs], [value.type for value in node.outputs]
-            state = next(state for state in circuit.states if StateType(state.name) in ins)
-            moved += state.bytes_per_row() // state.layers * function.rows * (context - CONTEXT_FOR_COST)
-            here, there = (TABLE[node.op].cost(ins, outs, node.attr, rows).flops for rows in (context, CONTEXT_FOR_COST))
-            flops += here - there
+        here, there = (node_cost(circuit, node, function.rows, rows) for rows in (context, CONTEXT_FOR_COST))
+        moved += here.bytes - there.bytes
+        flops += here.flops - there.flops
     return Cost(moved, flops)

@@ -135,7 +135,7 @@ def _widths(artifact: Artifact, plan: GpuPlan, where: str) -> list[int]:
     manifest = artifact.manifest
     drafting = {entry.name for entry in manifest.circuit.entries if entry.rows != "context"}
     functions = [function for function in manifest.functions.values() if function.entry in drafting]
-    compiled = sorted({function.rows // entries.block_of(manifest.circuit, function.entry) for function in functions})
+    compiled = sorted({function.rows // manifest.circuit.block_of(function.entry) for function in functions})
     hint = f"Compiled: {', '.join(map(str, compiled)) or 'none'}."
     faults = [
         Fault(f"has no program for {rows} sequences", where=where, hint=hint)

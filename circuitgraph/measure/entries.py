@@ -34,11 +34,6 @@ def chains_itself(circuit: Circuit) -> bool:
     return any(item.name == "hidden" for item in circuit.inputs) and "next_hidden" in dict(circuit.outputs)
 
 
-def block_of(circuit: Circuit, entry: str) -> int:
-    """Rows of the entry that one sequence has."""
-    return circuit.block_size if circuit.entry(entry).rows == "block" else 1
-
-
 def measure(
     manifest: Manifest,
     functions: Mapping[str, Callable[..., Any]],
@@ -50,7 +45,7 @@ def measure(
 ) -> dict[str, Section]:
     whole = manifest.circuit
     drafting = [entry.name for entry in whole.entries if entry.rows != "context" and "draft" in entry.outputs]
-    pairs = [(entry, n) for entry in drafting for n in widths if n * block_of(whole, entry) in manifest.widths(entry)]
+    pairs = [(entry, n) for entry in drafting for n in widths if n * whole.block_of(entry) in manifest.widths(entry)]
     rows = []
     for done, (entry, n) in enumerate(pairs):
         tell(f"{entry} {n}", done, len(pairs))
@@ -85,7 +80,7 @@ def peer_of(
     if whole.name == TorchMedusa.PROGRAM:
         return TorchMedusa(whole, weights).eval(), (inputs["hidden"],)
     if whole.name == TorchDflash.PROGRAM and cache is not None:
-        block = TorchDflash(whole, weights, case.rows, context, block_of(whole, entry)).eval()
+        block = TorchDflash(whole, weights, case.rows, context, whole.block_of(entry)).eval()
         block.take_cache(cache)
         return block, (inputs["token"], inputs["position"])
     if whole.name == TorchEagle3Head.PROGRAM and cache is not None:
@@ -98,7 +93,7 @@ def peer_of(
 def _row(manifest: Manifest, functions, weights, ceiling: Ceiling, entry: str, n: int, plan: GpuPlan) -> dict[str, Any]:
     whole, circuit = manifest.circuit, slice_entry(manifest.circuit, entry)
     positions = min((weights[f"{table.name}.cos"].shape[0] for table in circuit.tables), default=None)
-    block = block_of(whole, entry)
+    block = whole.block_of(entry)
     device = next(iter(weights.values())).device
 
     def prepared(sequences: int):

@@ -50,7 +50,7 @@ def step_flops(circuit: Circuit, entry: str, n: int, context: int, *, block: int
     total = 0
     for node in step.nodes:
         made = [value.type for value in node.outputs]
-        total += TABLE[node.op].cost([step.types[name] for name in node.inputs], made, node.attr, context + block).flops
+        total += TABLE[node.op].flops([step.types[name] for name in node.inputs], made, node.attr, context + block)
     return total
 
 

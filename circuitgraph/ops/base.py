@@ -1,4 +1,4 @@
-"""What an op is: its argument list, type rule, meaning (a torch reference), cost and sample inputs, in one class.
+"""What an op is: its argument list, type rule, meaning (a torch reference), operations and sample inputs, in one class.
 
 Registering an op that misses a part is an error at import, so the table is complete wherever it is used.
 """
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..circuit.types import DTYPE_BITS, TensorType, ValueType
+from ..circuit.types import TensorType, ValueType
 
 TORCH_DTYPES = {
     "f32": torch.float32,
@@ -55,17 +55,6 @@ class OpContext:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Bytes that must move through memory at least once, and floating-point operations."""
-
-    bytes: int
-    flops: int
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.bytes + other.bytes, self.flops + other.flops)
-
-
-@dataclass(frozen=True)
 class Sample:
     """Inputs on which an op can be tried: types (rows fixed) and, where random floats won't do, the tensors."""
 
@@ -100,8 +89,8 @@ class Op:
         raise NotImplementedError
 
     @staticmethod
-    def cost(ins: Sequence[Any], outs: Sequence[Any], attrs: Mapping[str, Any], context: int) -> Cost:
-        """Bytes and FLOPs with the rows fixed; `context` is the number of cache rows a row attends to."""
+    def flops(ins: Sequence[Any], outs: Sequence[Any], attrs: Mapping[str, Any], context: int) -> int:
+        """Floating-point operations with the rows fixed; `context` is the number of cache rows a row attends to."""
         raise NotImplementedError
 
     @staticmethod
@@ -120,7 +109,7 @@ TABLE: dict[str, type[Op]] = {}
 
 def register(op: type[Op]) -> type[Op]:
     """Add `op` to the table. Raises TypeError when a part is missing."""
-    missing = [part for part in ("infer", "reference", "cost", "samples") if part not in vars(op)]
+    missing = [part for part in ("infer", "reference", "flops", "samples") if part not in vars(op)]
     missing += [field for field in ("name", "inputs") if not hasattr(op, field)]
     if not op.__doc__:
         missing.append("docstring")
@@ -132,23 +121,18 @@ def register(op: type[Op]) -> type[Op]:
     return op
 
 
-def element_cost(ins: Sequence[Any], outs: Sequence[Any], flops_per_element: int) -> Cost:
-    """Every tensor moved once, `flops_per_element` operations per output element."""
-    tensors = [item for item in (*ins, *outs) if isinstance(item, TensorType)]
-    moved = sum(tensor.elements() * DTYPE_BITS[tensor.dtype] // 8 for tensor in tensors)
-    made = sum(item.elements() for item in outs if isinstance(item, TensorType))
-    return Cost(moved, made * flops_per_element)
+NO_FLOPS: Any = staticmethod(lambda ins, outs, attrs, context: 0)
+"""The `flops` of an op that moves or compares numbers."""
 
 
-def moving_all(flops_per_element: int) -> Any:
-    """A `cost` for a class: `element_cost` of all inputs and outputs."""
-    return staticmethod(lambda ins, outs, attrs, context: element_cost(ins, outs, flops_per_element))
+def elementwise(flops_per_element: int) -> Any:
+    """A `flops` for a class: so many for each element of its outputs."""
+    return staticmethod(lambda ins, outs, attrs, context: flops_per_element * sum(item.elements() for item in outs))
 
 
-def product_cost(ins: Sequence[Any], outs: Sequence[Any]) -> Cost:
-    """Of x [n, K] with a matrix [N, K], the first two inputs."""
-    rows, columns = ins[0].shape
-    return Cost(element_cost(ins, outs, 0).bytes, 2 * rows * columns * ins[1].shape[0])
+def product_flops(x: TensorType, weight: TensorType) -> int:
+    """Of x [n, K] with a matrix [N, K]."""
+    return 2 * x.elements() * weight.shape[0]  # type: ignore[return-value]
 
 
 def need_float(types: Sequence[Any], *positions: int) -> None:

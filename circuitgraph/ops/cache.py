@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..circuit.types import StateType, TensorType
-from .base import Attr, Cost, Op, Sample, TypeRuleError, need_float, need_rank, random_tensors, register
+from .base import NO_FLOPS, Attr, Op, Sample, TypeRuleError, need_float, need_rank, random_tensors, register
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,7 @@ class Append(Op):
             made[name] = old
         return (replace(cache, **made),)
 
-    @staticmethod
-    def cost(ins, outs, attrs, context):
-        return Cost(2 * (ins[1].bytes() + ins[2].bytes()), 0)
+    flops = NO_FLOPS
 
     @staticmethod
     def samples(rows):
@@ -145,9 +143,9 @@ class Attention(Op):
         return (mixed[seq, place].to(q.dtype),)
 
     @staticmethod
-    def cost(ins, outs, attrs, context):
+    def flops(ins, outs, attrs, context):
         rows, heads, dim = ins[0].shape
-        return Cost(ins[0].bytes() + outs[0].bytes(), 4 * rows * heads * dim * context)
+        return 4 * rows * heads * dim * context
 
     @staticmethod
     def samples(rows):
@@ -188,9 +186,7 @@ class AppendLatent(Op):
 
     reference = Append.reference
 
-    @staticmethod
-    def cost(ins, outs, attrs, context):
-        return Cost(2 * (ins[1].bytes() + ins[2].bytes()), 0)
+    flops = NO_FLOPS
 
     @staticmethod
     def samples(rows):
@@ -230,10 +226,9 @@ class LatentAttention(Op):
         return (mixed[..., : q_latent.shape[2]],)
 
     @staticmethod
-    def cost(ins, outs, attrs, context):
+    def flops(ins, outs, attrs, context):
         rows, heads, latent = ins[0].shape
-        moved = ins[0].bytes() + ins[1].bytes() + outs[0].bytes()
-        return Cost(moved, 2 * rows * heads * (2 * latent + ins[1].shape[2]) * context)
+        return 2 * rows * heads * (2 * latent + ins[1].shape[2]) * context
 
     @staticmethod
     def samples(rows):

@@ -6,18 +6,16 @@ import torch
 
 from ..circuit.types import TensorType
 from .base import (
+    NO_FLOPS,
     Attr,
-    Cost,
     Op,
     Sample,
     TypeRuleError,
-    element_cost,
-    moving_all,
     need_float,
     need_ints,
     need_rank,
     need_shape,
-    product_cost,
+    product_flops,
     random_tensors,
     register,
 )
@@ -58,8 +56,8 @@ class Linear(Op):
         return (y.to(x.dtype),)
 
     @staticmethod
-    def cost(ins, outs, attrs, context):
-        return product_cost(ins, outs)
+    def flops(ins, outs, attrs, context):
+        return product_flops(ins[0], ins[1])
 
     @staticmethod
     def samples(rows):
@@ -106,9 +104,8 @@ class HeadLinear(Op):
         return weight.bytes() * attrs["size"] * x.shape[1] // weight.shape[0] if position == 1 else None
 
     @staticmethod
-    def cost(ins, outs, attrs, context):
-        moved = ins[0].bytes() + (HeadLinear.reads(1, ins, attrs) or 0) + outs[0].bytes()
-        return Cost(moved, 2 * ins[0].elements() * outs[0].shape[2])
+    def flops(ins, outs, attrs, context):
+        return 2 * ins[0].elements() * outs[0].shape[2]
 
     @staticmethod
     def samples(rows):
@@ -141,8 +138,8 @@ class Top1(Op):
         return _best(logits, ~logits.isnan())
 
     @staticmethod
-    def cost(ins, outs, attrs, context):
-        return Cost(element_cost(ins, outs, 0).bytes, 4 * ins[0].elements())
+    def flops(ins, outs, attrs, context):
+        return 4 * ins[0].elements()
 
     @staticmethod
     def samples(rows):
@@ -201,7 +198,7 @@ class MaskedTop1(Op):
         bits = allowed[:, columns // MASK_BITS] >> (columns % MASK_BITS).to(torch.int32)
         return _best(logits, ((bits & 1) == 1) & ~logits.isnan())
 
-    cost = staticmethod(Top1.cost)
+    flops = staticmethod(Top1.flops)
 
     @staticmethod
     def samples(rows):
@@ -240,7 +237,7 @@ class OwnMask(Op):
         words = (bits << torch.arange(MASK_BITS, device=bits.device)).sum(-1)
         return (torch.where(words >= 2**31, words - 2**32, words).to(torch.int32),)
 
-    cost = moving_all(0)
+    flops = NO_FLOPS
 
     @staticmethod
     def samples(rows):

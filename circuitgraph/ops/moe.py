@@ -10,14 +10,13 @@ import torch
 from ..circuit.types import TensorType
 from .base import (
     Attr,
-    Cost,
     Op,
     Sample,
     TypeRuleError,
     need_float,
     need_rank,
     need_shape,
-    product_cost,
+    product_flops,
     random_tensors,
     register,
 )
@@ -78,8 +77,8 @@ class Route(Op):
         return (ids.to(torch.int32), share * attrs["factor"])
 
     @staticmethod
-    def cost(ins, outs, attrs, context):
-        return product_cost(ins, outs)
+    def flops(ins, outs, attrs, context):
+        return product_flops(ins[0], ins[1])
 
     @staticmethod
     def samples(rows):
@@ -177,10 +176,9 @@ class Experts(Op):
         return (mixed.to(x.dtype),)
 
     @staticmethod
-    def cost(ins, outs, attrs, context):
-        moved = sum(Experts.reads(at, ins, attrs) or item.bytes() for at, item in enumerate(ins))
+    def flops(ins, outs, attrs, context):
         _, hidden, inner = ins[3].shape
-        return Cost(moved + outs[0].bytes(), 6 * ins[1].elements() * hidden * inner)
+        return 6 * ins[1].elements() * hidden * inner
 
     @staticmethod
     def reads(position, ins, attrs):

@@ -6,13 +6,12 @@ import torch
 
 from ..circuit.types import TensorType
 from .base import (
+    NO_FLOPS,
     Attr,
-    Cost,
     Op,
     Sample,
     TypeRuleError,
-    element_cost,
-    moving_all,
+    elementwise,
     need_float,
     need_ints,
     need_rank,
@@ -47,9 +46,7 @@ class Embed(Op):
         ids, table = ins
         return table.bytes() // int(table.shape[0]) * ids.elements() if position == 1 else None
 
-    @staticmethod
-    def cost(ins, outs, attrs, context):
-        return element_cost((ins[0], *outs), outs, 0)
+    flops = NO_FLOPS
 
     @staticmethod
     def samples(rows):
@@ -80,7 +77,7 @@ class Shift(Op):
     def reference(args, attrs, ctx):
         return (args[0] + attrs["by"],)
 
-    cost = moving_all(0)
+    flops = NO_FLOPS
 
     @staticmethod
     def samples(rows):
@@ -109,7 +106,7 @@ class ZeroAt(Op):
         x, position = args
         return (torch.where((position == attrs["value"])[:, None], torch.zeros_like(x), x),)
 
-    cost = moving_all(0)
+    flops = NO_FLOPS
 
     @staticmethod
     def samples(rows):
@@ -148,7 +145,7 @@ class RmsNorm(Op):
         weight = scale.float() + (1.0 if attrs["flavour"] == "zero_centred" else 0.0)
         return ((wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + attrs["eps"]) * weight).to(x.dtype),)
 
-    cost = moving_all(4)
+    flops = elementwise(4)
 
     @staticmethod
     def samples(rows):
@@ -181,7 +178,7 @@ class Cat(Op):
     def reference(args, attrs, ctx):
         return (torch.cat(list(args), dim=-1),)
 
-    cost = moving_all(0)
+    flops = NO_FLOPS
 
     @staticmethod
     def samples(rows):
@@ -212,9 +209,7 @@ class TargetIds(Op):
         ids, offsets = ins
         return offsets.bytes() // offsets.elements() * ids.elements() if position == 1 else None
 
-    @staticmethod
-    def cost(ins, outs, attrs, context):
-        return element_cost((ins[0], *outs), outs, 0)
+    flops = NO_FLOPS
 
     @staticmethod
     def samples(rows):
@@ -249,7 +244,7 @@ class Columns(Op):
     def reference(args, attrs, ctx):
         return (torch.stack(list(args), dim=-1),)
 
-    cost = moving_all(0)
+    flops = NO_FLOPS
 
     @staticmethod
     def samples(rows):
@@ -292,7 +287,7 @@ class Add(Op):
     def reference(args, attrs, ctx):
         return ((args[0].float() + args[1].float()).to(args[0].dtype),)
 
-    cost = moving_all(1)
+    flops = elementwise(1)
 
 
 @register
@@ -308,7 +303,7 @@ class Mul(Op):
     def reference(args, attrs, ctx):
         return ((args[0].float() * args[1].float()).to(args[0].dtype),)
 
-    cost = moving_all(1)
+    flops = elementwise(1)
 
 
 @register
@@ -330,7 +325,7 @@ class ScaleRows(Op):
     def reference(args, attrs, ctx):
         return ((args[0].float() * args[1].float()).to(args[0].dtype),)
 
-    cost = moving_all(1)
+    flops = elementwise(1)
 
     @staticmethod
     def samples(rows):
@@ -350,7 +345,7 @@ class Silu(Op):
     def reference(args, attrs, ctx):
         return (torch.nn.functional.silu(args[0].float()).to(args[0].dtype),)
 
-    cost = moving_all(4)
+    flops = elementwise(4)
 
 
 @register
@@ -366,7 +361,7 @@ class Sigmoid(Op):
     def reference(args, attrs, ctx):
         return (torch.sigmoid(args[0].float()).to(args[0].dtype),)
 
-    cost = moving_all(3)
+    flops = elementwise(3)
 
 
 @register
@@ -389,9 +384,7 @@ class Heads(Op):
     def reference(args, attrs, ctx):
         return (args[0].unflatten(1, (attrs["count"], -1)),)
 
-    @staticmethod
-    def cost(ins, outs, attrs, context):
-        return Cost(0, 0)
+    flops = NO_FLOPS
 
     @staticmethod
     def samples(rows):
@@ -415,9 +408,7 @@ class Merge(Op):
     def reference(args, attrs, ctx):
         return (args[0].flatten(1),)
 
-    @staticmethod
-    def cost(ins, outs, attrs, context):
-        return Cost(0, 0)
+    flops = NO_FLOPS
 
     @staticmethod
     def samples(rows):
@@ -445,9 +436,7 @@ class Part(Op):
     def reference(args, attrs, ctx):
         return (args[0][..., attrs["start"] : attrs["start"] + attrs["size"]],)
 
-    @staticmethod
-    def cost(ins, outs, attrs, context):
-        return element_cost(outs, outs, 0)
+    flops = NO_FLOPS
 
     @staticmethod
     def samples(rows):
@@ -494,8 +483,8 @@ class Rope(Op):
         return (torch.cat([turned.to(x.dtype), x[..., rotary:]], dim=-1),)
 
     @staticmethod
-    def cost(ins, outs, attrs, context):
-        return element_cost((ins[0], *outs), outs, 3)
+    def flops(ins, outs, attrs, context):
+        return 3 * outs[0].elements()
 
     @staticmethod
     def samples(rows):

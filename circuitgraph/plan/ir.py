@@ -8,10 +8,18 @@ from typing import Any, ClassVar
 
 from ..circuit.ir import Circuit, Node
 from ..circuit.types import StateType, TensorType
-from ..ops import TABLE, Cost
+from ..ops import TABLE
 
 VIEWS = ("heads", "merge")
 """Ops that see the same bytes under another shape; they cost nothing and share their input's storage."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes that must move through memory at least once, and floating-point operations."""
+
+    bytes: int
+    flops: int
 
 
 @dataclass(frozen=True)
@@ -110,15 +118,8 @@ class Plan:
         types = self.circuit.types
         moved = sum(self._moved(name, group) for name in group.inputs)
         moved += sum(_bytes(types[name]) for name in self.crossing(group))
-        flops = 0
-        for node in group.nodes:
-            ins, outs = [types[name] for name in node.inputs], [value.type for value in node.outputs]
-            if any(isinstance(item, StateType) for item in ins):
-                state = next(state for state in self.circuit.states if StateType(state.name) in ins)
-                rows = 1 if StateType(state.name) in outs else context  # a new version has one row more
-                moved += state.bytes_per_row() // state.layers * self.rows * rows
-            flops += TABLE[node.op].cost(ins, outs, node.attr, context).flops
-        return Cost(moved, flops)
+        nodes = [node_cost(self.circuit, node, self.rows, context) for node in group.nodes]
+        return Cost(moved + sum(cost.bytes for cost in nodes), sum(cost.flops for cost in nodes))
 
     def _moved(self, name: str, group: Group) -> int:
         value_type = self.circuit.types[name]
@@ -131,6 +132,20 @@ class Plan:
         whole = value_type.bytes()
         moved = max(whole if some is None else some for some in read)
         return moved * self.circuit.stored_bytes(name) // whole if name in self.circuit.storage else moved
+
+
+def node_cost(circuit: Circuit, node: Node, rows: int, context: int) -> Cost:
+    """The cache rows that a node of a specialised entry reads, once for all rows of a sequence's block, or appends, and its
+    FLOPs. `context`: cache rows that each row attends to."""
+    ins, outs = [circuit.types[name] for name in node.inputs], [value.type for value in node.outputs]
+    moved = 0
+    for state in circuit.states:
+        if StateType(state.name) in outs:
+            moved += state.bytes_per_row() // state.layers * rows
+        elif StateType(state.name) in ins:
+            (entry,) = circuit.entries
+            moved += state.bytes_per_row() // state.layers * (rows // circuit.block_of(entry.name)) * context
+    return Cost(moved, TABLE[node.op].flops(ins, outs, node.attr, context))
 
 
 def _bytes(value_type: TensorType | StateType) -> int:

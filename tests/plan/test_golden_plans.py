@@ -59,6 +59,8 @@ def circuit_of(family: str, target: str) -> Circuit:
 
 
 def plan_of(family: str, target: str, entry: str, rows: int) -> Plan:
+    """rows: of a block drafter, whose programs have whole blocks, the number of blocks."""
+    rows *= circuit_of(family, target).block_of(entry)
     plan = plan_piece(Run(), circuit_of(family, target), entry, rows, target, rules_of(target))
     assert isinstance(plan, Plan)
     return plan
