@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -228,8 +229,6 @@ def test_weights_may_lie_anywhere(compiled: CompiledEntries) -> None:
 
 def test_outputs_may_share_their_bytes(tmp_path) -> None:
     """One value under two names, a view of it, and an input handed through: each output is written."""
-    import tvm_ffi
-
     text = """
 program: shared
 inputs: {x: "f32[n, 24]"}
@@ -240,15 +239,37 @@ body:
 outputs: {first: y, second: y, seen: z, through: x}
 entries: {run: {outputs: [first, second, seen, through]}}
 """
+    _compare_with_interpreter(text, {"w": torch.randn(24, 24).to(torch.bfloat16)}, tmp_path)
+
+
+def test_a_residual_of_what_was_normed(tmp_path) -> None:
+    """A product whose epilogue reads the norm that the product reads, too."""
+    text = """
+program: post_norm
+inputs: {x: "f32[n, 24]"}
+weights: {g: "f32[24]", w: "bf16[24, 24]"}
+body:
+  - z = rms_norm(x, g, eps=1e-6, flavour=plain)
+  - y = add(z, silu(linear(z, w)))
+outputs: {y: y}
+entries: {run: {outputs: [y]}}
+"""
+    weights = {"g": torch.randn(24), "w": torch.randn(24, 24).to(torch.bfloat16)}
+    _compare_with_interpreter(text, weights, tmp_path)
+
+
+def _compare_with_interpreter(text: str, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    import tvm_ffi
+
     circuit = parse_circuit(text)
     rules, backend = load_schedule("cpu"), backend_of(parse_target("cpu"))
     plan = plan_piece(Run(), circuit, "run", 3, "cpu", rules)
-    module = tvm_ffi.load_module(str(backend.build(backend.lower([plan]), tmp_path).library))
-    x, w = torch.randn(3, 24), torch.randn(24, 24).to(torch.bfloat16)
-    want = interpret(circuit, entry="run", inputs={"x": x}, weights={"w": w})
+    module = tvm_ffi.load_module(str(backend.build(backend.lower([plan]), folder).library))
+    x = torch.randn(3, 24)
+    want = interpret(circuit, entry="run", inputs={"x": x}, weights=weights)
     got = {name: torch.full_like(value, float("nan")) for name, value in want.items()}
     workspace = torch.full((plan.workspace_bytes,), 255, dtype=torch.uint8)
-    module[plan.symbol](x, w, workspace, *got.values())
+    module[plan.symbol](x, *weights.values(), workspace, *got.values())
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5)
 

@@ -117,7 +117,8 @@ def _match(circuit: Circuit, pattern: Pattern, anchor: Node, taken: set[str]) ->
         fed = {name for node in epilogue for name in node.inputs}
         anchors = [node for node in anchors if any(value.name in fed for value in node.outputs)]
         members = {node.name for node in (*anchors, *epilogue)}
-    prologue = _absorb_producers(circuit, pattern, anchors, members, taken)
+    read_later = {name for node in epilogue for name in node.inputs}
+    prologue = _absorb_producers(circuit, pattern, anchors, members, taken, read_later)
     return _group(circuit, pattern.name, prologue, anchors, epilogue)
 
 
@@ -166,17 +167,22 @@ def _reaches_back(circuit: Circuit, reader: Node, members: set[str]) -> bool:
     return any(networkx.ancestors(graph, name) & members for name in outside)
 
 
-def _absorb_producers(circuit: Circuit, pattern: Pattern, anchors: list[Node], members: set[str], taken: set[str]) -> list[Node]:
+def _absorb_producers(
+    circuit: Circuit, pattern: Pattern, anchors: list[Node], members: set[str], taken: set[str], read_later: set[str]
+) -> list[Node]:
     """Take in what makes the anchors' first input, as long as nobody outside needs it first.
 
-    A value may have other readers (the final norm is also the recycled hidden): it is then written out too. It is
-    left alone when an epilogue of this group waits for one of those readers.
+    A value may have other readers (the final norm is also the recycled hidden): it is then written out too. It is left alone
+    when an epilogue of this group waits for one of those readers, or reads it itself (`read_later`): kernels finish a sum of
+    any row and column, where they need not have made that of the prologue.
     """
     prologue: list[Node] = []
     front = [anchors[0].inputs[0]]
     while front:
         node = circuit.producer.get(front.pop(0))
         if node is None or node.op not in pattern.prologue or node.name in taken or node.name in members:
+            continue
+        if any(value.name in read_later for value in node.outputs):
             continue
         trial = members | {node.name}
         if not _convex(circuit, trial):

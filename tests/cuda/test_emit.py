@@ -16,6 +16,7 @@ from circuitgraph.kernels.cuda.architectures import architecture_of
 from circuitgraph.kernels.cuda.backend import make_backend
 from circuitgraph.kernels.cuda.build import units_of
 from circuitgraph.kernels.cuda.stream import Geometry, geometry
+from circuitgraph.language import parse_circuit
 from circuitgraph.pipeline import Run, plan_piece
 from circuitgraph.plan.schedule import load_schedule
 from circuitgraph.target import Target
@@ -71,6 +72,23 @@ def test_aligned_shapes_reach_the_tensor_cores():
 def test_other_dtypes_fall_to_the_plain_kernels():
     kernels = {choice.kernel for choice in aligned(act="f32", wt="bf16", kv="f32").choices}
     assert kernels == {"cuda.linear_plain", "cuda.top1_plain", "cuda.attention_plain", "cuda.rows"}
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_a_residual_of_what_was_normed_is_emitted(rows):
+    text = """
+program: post_norm
+inputs: {x: "bf16[n, 512]"}
+weights: {g: "bf16[512]", w: "bf16[512, 512]"}
+body:
+  - z = rms_norm(x, g, eps=1e-6, flavour=plain)
+  - y = add(z, silu(linear(z, w)))
+outputs: {y: y}
+entries: {run: {outputs: [y]}}
+"""
+    plan = plan_of(parse_circuit(text), rows, "run")
+    assert plan.choices[1].kernel != "cuda.linear_plain"
+    assert len(kernels_of(source_of(plan))) >= 2
 
 
 @pytest.mark.parametrize("switches", [{}, EVERYTHING])

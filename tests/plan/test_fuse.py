@@ -79,6 +79,24 @@ entries: {run: {outputs: [y]}}
     assert [node.op for node in plan.groups[1].nodes] == ["linear", "add"]
 
 
+@pytest.mark.parametrize("target", ["cpu", "cuda:sm_90a"])
+def test_a_residual_of_what_the_group_norms_leaves_the_norm_outside(target):
+    # Kernels that fold a norm into the product never have its rows; an epilogue that adds them reads them from memory.
+    text = """
+program: post_norm
+inputs: {x: "bf16[n, 512]"}
+weights: {g: "bf16[512]", w: "bf16[512, 512]"}
+body:
+  - z = rms_norm(x, g, eps=1e-6, flavour=plain)
+  - y = add(z, silu(linear(z, w)))
+outputs: {y: y}
+entries: {run: {outputs: [y]}}
+"""
+    circuit = specialize(slice_entry(parse_circuit(text), "run"), 4)
+    plan = fuse(circuit, "run", 4, target)
+    assert ops_of(plan) == [("rows", ["rms_norm"]), ("project", ["linear", "silu", "add"])]
+
+
 def test_nodes_of_no_pattern_are_grouped_by_row():
     text = """
 program: rest
