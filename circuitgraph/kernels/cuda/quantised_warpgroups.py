@@ -123,7 +123,8 @@ class QuantisedWarpgroups(WarpgroupTiles):
         return 0, self.tile.rows * DEPTH * 2
 
     def _ready(self, stage: Any) -> None:
-        """Convert the warpgroup's 64 rows. Its `wgmma` of the stage before has ended."""
+        """Convert the warpgroup's 64 rows, when its `wgmma` of the stage before has ended."""
+        self._end()
         thread, group = self.at.warp % 4 * 32 + self.at.lane, hold(T.floordiv(self.at.warp, 4), "int32")
         for index in range(-(-UNIT * self.of_line // 128)):
             number = hold(group * (UNIT * self.of_line) + index * 128 + thread, "int32")

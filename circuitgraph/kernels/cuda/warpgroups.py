@@ -139,6 +139,7 @@ class WarpgroupTiles:
             with self._multiplying(place, place + 1):
                 with T.serial(0, self.end - self.first) as stage:
                     self._multiply(self.first + stage)
+                self._end()
                 if parts > 1:
                     self._leave(sums, part, place)
                 else:
@@ -163,8 +164,10 @@ class WarpgroupTiles:
                 put(place, block * each)
                 with T.While(place[0] < stop):
                     zeros(self.sums, self.each)
+                    self._ordered()
                     with T.serial(0, self.stages_of_all) as stage:
                         self._multiply(stage)
+                    self._end()
                     self._take(place[0], logits)
                     put(place, place[0] + 1)
                 self._join_best(best, block)
@@ -314,6 +317,10 @@ class WarpgroupTiles:
         """Sums of a thread."""
         self.sums = register("float32", self.each, "sums")
         zeros(self.sums, self.each)
+        self._ordered()
+        self.read = register("int32", name="read")
+        """The slot whose products may still go on; -1 where there are none."""
+        put(self.read, T.int32(-1))
         self.descriptors = register("uint64", 2, "descriptors")
         for index, matrix in enumerate(self._matrices()):
             place = T.address_of(self.descriptors[index])
@@ -331,11 +338,10 @@ class WarpgroupTiles:
         """What a warpgroup does with its weights of a stage that has arrived, before they are multiplied."""
 
     def _multiply(self, stage: Any) -> None:
-        """One stage, which is the columns' `stage`-th."""
+        """One stage, which is the columns' `stage`-th. Its products go on while those of the next one are begun: see `_end`."""
         do(T.cuda.mbarrier_wait(self.full.ptr_to([self.slot[0]]), self.phase[0]))
         self._ready(stage)
         do(T.ptx.fence.proxy.async_.shared__cta())
-        self._ordered()
         do(T.ptx.wgmma.fence.sync.aligned())
         sums = [self.sums[i] for i in range(self.each)]
         slot, matrices = T.Cast("uint64", self.slot[0]), []
@@ -346,11 +352,22 @@ class WarpgroupTiles:
             a, b = (matrix + T.uint64(step * 32 // 16) for matrix in matrices)
             do(T.ptx[self.mma](*sums, a, b, T.bool(True), 1, 1, 0, 0))
         do(T.ptx.wgmma.commit_group.sync.aligned())
+        do(T.ptx.wgmma.wait_group.sync.aligned(1))
+        self._free()
+        put(self.read, self.slot[0])
+        self._advance()
+
+    def _end(self) -> None:
+        """All products so far have ended."""
         do(T.ptx.wgmma.wait_group.sync.aligned(0))
         self._ordered()
-        with T.If(self.at.lane < 1), T.Then():
-            do(T.ptx.mbarrier.arrive.shared.b64(self.empty.ptr_to([self.slot[0]]), T.uint32(1)))
-        self._advance()
+        self._free()
+        put(self.read, T.int32(-1))
+
+    def _free(self) -> None:
+        """The slot whose products have ended may be filled again."""
+        with T.If(T.And(self.at.lane < 1, self.read[0] >= 0)), T.Then():
+            do(T.ptx.mbarrier.arrive.shared.b64(self.empty.ptr_to([self.read[0]]), T.uint32(1)))
 
     def _ordered(self) -> None:
         """Keep what comes before and after on its side: `wgmma` writes registers while the code goes on."""
