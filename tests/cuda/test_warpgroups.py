@@ -12,6 +12,7 @@ import pytest
 from circuitgraph.checkpoint import bind
 from circuitgraph.kernels.cuda.architectures import ARCHITECTURES, architecture
 from circuitgraph.kernels.cuda.backend import make_backend
+from circuitgraph.kernels.cuda.block_attention import shared_bytes
 from circuitgraph.kernels.cuda.block_templates import AttendBlocks
 from circuitgraph.kernels.cuda.warpgroup_templates import Top1Warpgroups, WarpgroupParams, sizes_of
 from circuitgraph.kernels.cuda.warpgroups import DEPTH, ROWS
@@ -135,18 +136,20 @@ def test_narrow_layers_fill_the_processors():
             assert 120 <= -(-sizes_of(plan, group)[0] // tile.weights) * tile.parts <= 132, group.name
 
 
-@pytest.mark.parametrize(("blocks", "parts"), [(1, 8), (2, 8), (4, 8), (8, 4), (16, 2), (64, 1)])
-def test_attention_of_blocks_fills_the_processors(blocks, parts):
+@pytest.mark.parametrize(("blocks", "parts"), [(1, 8), (2, 8), (3, 8), (4, 4), (7, 4), (8, 3), (9, 3), (16, 2), (64, 1)])
+def test_attention_of_blocks_runs_at_once(blocks, parts):
     plan = plan_of(dflash(), blocks * 16)
     assert kernels_of(plan)["attend"] == "attention_blocks"
-    group = groups_of(plan)["attend"]
-    assert AttendBlocks.parts(plan, group, AttendBlocks.Params()) == parts
+    group, params = groups_of(plan)["attend"], AttendBlocks.Params()
+    assert AttendBlocks.parts(plan, group, params) == parts
+    assert 2 * shared_bytes(128, 16, 4, AttendBlocks.stages(plan, group, params)) <= architecture("sm_90a").shared_bytes
 
 
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
         ({"head_dim": 256}, "head size 256"),
+        ({"head_dim": 64}, "head size 64"),
         ({"num_key_value_heads": 32}, "1 warps do not split tiles of 64 cache rows"),
         ({"num_attention_heads": 24}, "3 warps do not split"),
         ({"block_size": 6}, "of blocks of 6 rows"),

@@ -136,6 +136,14 @@ def cluster_sync(parts: int) -> None:
         do(T.ptx.barrier.cluster.wait.acquire.aligned())
 
 
+def cluster_end(parts: int) -> None:
+    """The others may still be reading this block's shared memory: none is gone before all are here. What was read has been used,
+    so nothing need be ordered."""
+    if parts > 1:
+        do(T.ptx["barrier.cluster.arrive.relaxed.aligned"]())
+        do(T.ptx["barrier.cluster.wait.aligned"]())
+
+
 def of_block(parts: int, part: int, place: Any) -> Any:
     """A float of the same place in the shared memory of another part's block."""
     value, address = register("float32"), register("uint32")
@@ -146,3 +154,16 @@ def of_block(parts: int, part: int, place: Any) -> Any:
         do(T.ptx.mapa.shared__cluster.u32(address[0], window, T.uint32(part)))
         do(T.ptx["ld.shared::cluster.f32"](value[0], address[0]))
     return value[0]
+
+
+def some_of_block(parts: int, part: int, place: Any, count: int) -> Any:
+    """Two or four floats that lie there and behind; see `of_block`."""
+    values, address = register("float32", count), register("uint32")
+    targets = [values[i] for i in range(count)]
+    if parts == 1:
+        do(T.ptx[f"ld.shared.v{count}.f32"](*targets, place))
+    else:
+        window = T.cuda.cvta_generic_to_shared(place)
+        do(T.ptx.mapa.shared__cluster.u32(address[0], window, T.uint32(part)))
+        do(T.ptx[f"ld.shared::cluster.v{count}.f32"](*targets, address[0]))
+    return values
