@@ -51,7 +51,12 @@ PATTERNS = (
         between=("route", "linear", "silu", "mul", "sigmoid", "scale_rows"),
         kind="cuda",
     ),
-    # lm_head, top-1 and log-probability: the logits never reach memory.
+    # lm_head, top-1 and log-probability: the logits never reach memory. On GPUs the best id becomes the target's there, too: a
+    # launch for that alone would be all latency.
+    Pattern("head", "linear", prologue=NORMS, epilogue=("top1", "target_ids"), needs=("top1", "target_ids"), kind="cuda"),
+    Pattern(
+        "head", "linear", prologue=NORMS, epilogue=("masked_top1", "target_ids"), needs=("masked_top1", "target_ids"), kind="cuda"
+    ),
     Pattern("head", "linear", prologue=NORMS, epilogue=("top1",), needs=("top1",)),
     Pattern("head", "linear", prologue=NORMS, epilogue=("masked_top1",), needs=("masked_top1",)),
     # silu(gate) * up in the epilogue of one pass over both weights.

@@ -147,7 +147,7 @@ ON_THE_WAY = {
     "emit_copy": templates,
     "emit_combine": templates,
     "emit_add_parts": stream_templates,
-    "emit_top1_final": stream_templates,
+    "emit_chosen": stream_templates,
 }
 
 
@@ -170,11 +170,18 @@ def early_uses(constants: set[str], given: set[str], body: str) -> list[str]:
     return faults if waits else ["does not wait"]
 
 
-def complete_before(body: str) -> set[str]:
-    """What is complete when the kernel after this one starts: a router's logits, if this one lets it start when it has waited."""
+def lets_start_late(body: str) -> bool:
+    """Does a kernel let the next one start only when it has waited itself?"""
     waited, *rest = body.split("griddepcontrol_wait();")
     starts = "griddepcontrol_launch_dependents();"
-    return {"logits"} if rest and starts not in waited and starts in rest[0] else set()
+    return bool(rest) and starts not in waited and starts in rest[0]
+
+
+def complete_before(bodies: list[str]) -> set[str]:
+    """What is complete when the kernel after these of its program starts: a router's logits, if the last one lets it start late;
+    after any such, the cache but for the rows that this program appends, which attention leaves for later."""
+    logits = {"logits"} if bodies and lets_start_late(bodies[-1]) else set()
+    return logits | ({"kv_k", "kv_v"} if any(map(lets_start_late, bodies)) else set())
 
 
 def constants_of(plan) -> set[str]:
@@ -201,10 +208,11 @@ def test_nothing_but_constants_and_addressing_is_touched_before_the_wait(monkeyp
         reached |= {choice.kernel for plan in plans for choice in plan.choices}
         backend = make_backend(Target("cuda", architecture_of(plans[0]).name))
         for source in backend.sources(backend.lower(plans)):
-            before = ""
+            before: dict[str, list[str]] = {}
             for kernel, given, body in definitions(source):
-                faults = early_uses(constants | complete_before(before), given, body)
-                before = body
+                bodies = before.setdefault(kernel.partition("_kernel")[0], [])
+                faults = early_uses(constants | complete_before(bodies), given, body)
+                bodies.append(body)
                 assert not faults, (name, kernel, faults)
                 checked += 1
     assert reached == {name for name in KERNELS if name.startswith("cuda.")} | set(ON_THE_WAY)
@@ -289,6 +297,22 @@ def test_geometry(rows, columns, expected):
         assert cut.steps * cut.groups % cut.stages == 0
     else:
         assert expected in cut
+
+
+@pytest.mark.parametrize(
+    ("layer", "tiles_ahead", "expected"),
+    [
+        (9216, 2, (1, 8)),  # tiles of 16 rows spread it best, and two of them make a ring as long as others'
+        (9216, 1, (1, 4)),
+        (151936, 2, (2, 8)),  # larger tiles spread it as well
+    ],
+)
+def test_a_ring_of_two_short_tiles(layer, tiles_ahead, expected):
+    work = lambda groups, parts: -(-(layer // 16 // groups) // 132) * groups  # noqa: E731
+    cut = geometry(1, 2048, warps=16, stages=8, k_parts=0, registers=96, work=work, tiles_ahead=tiles_ahead)
+    assert isinstance(cut, Geometry)
+    assert (cut.groups, cut.stages) == expected
+    assert cut.tiles_ahead == -(-cut.stages // (cut.steps * cut.groups))
 
 
 @pytest.mark.parametrize("name", sorted(name for name in KERNELS if name.startswith("cuda.")))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from circuitgraph.kernels.cuda.architectures import ARCHITECTURES
 from circuitgraph.kernels.cuda.paged import groups_of
+from circuitgraph.kernels.cuda.shared import fresh_rows
+from circuitgraph.kernels.cuda.templates import AttendPaged
 from circuitgraph.language import Bindings, load_program, resolve
 from tests.cuda.test_emit import ALIGNED, kernels_of, plan_of, source_of
 
@@ -47,6 +51,38 @@ def test_whatever_shares_a_kv_head_is_served(each, dim, arch):
     """On GPUs with little shared memory, too: with fewer warps."""
     for rows in (1, 8):
         assert chosen(attending(2 * each, 2, dim, rows, arch)) == "cuda.attention_paged"
+
+
+def parts_of(plan) -> int:
+    (group,) = [group for group in plan.groups if group.pattern == "attend"]
+    (choice,) = [choice for owner, choice in zip(plan.groups, plan.choices, strict=True) if owner is group]
+    return AttendPaged.parts(plan, group, AttendPaged.Params(**dict(choice.params)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "kv_heads", "parts"), [(1, 8, 16), (2, 8, 6), (4, 8, 3), (8, 8, 2), (16, 8, 1), (8, 2, 6), (4, 2, 8), (1, 2, 32)]
+)
+def test_clusters_of_parts_run_at_once(rows, kv_heads, parts):
+    """One row of eight KV heads has no clusters."""
+    assert parts_of(attending(4 * kv_heads, kv_heads, rows=rows)) == parts
+
+
+@pytest.mark.parametrize(("arch", "early"), [("sm_90a", True), ("sm_80", False)])
+def test_cache_rows_that_the_program_does_not_write_are_asked_for_before_the_wait(arch, early):
+    (kernel,) = [text for text in kernels_of(source_of(attending(8, 2, arch=arch), arch)) if "largest" in text]
+    before, *after = kernel.split("griddepcontrol_wait();")
+    assert ("cp_async" in before and bool(after)) == early
+
+
+def test_without_an_append_before_it_all_of_the_cache_waits():
+    """Nobody says then what the kernels before may be writing."""
+    plan = attending(8, 2)
+    (group,) = [group for group in plan.groups if group.pattern == "attend"]
+    appended = SimpleNamespace(plan=plan, settled=True)
+    assert fresh_rows(appended, group.anchors[0]) == 2
+    assert fresh_rows(SimpleNamespace(plan=plan, settled=False), group.anchors[0]) is None
+    alone = SimpleNamespace(plan=replace(plan, circuit=replace(plan.circuit, nodes=group.nodes)), settled=True)
+    assert fresh_rows(alone, group.anchors[0]) is None
 
 
 def test_what_cannot_be_cut_evenly_is_left_to_the_plain_kernel():

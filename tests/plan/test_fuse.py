@@ -8,6 +8,7 @@ import pytest
 
 from circuitgraph.circuit.check import check
 from circuitgraph.circuit.narrow import slice_entry, specialize
+from circuitgraph.circuit.restrict import restrict_vocabulary
 from circuitgraph.errors import CircuitError
 from circuitgraph.language import Bindings, load_program, parse_circuit, resolve
 from circuitgraph.plan.fuse import fuse, verify_groups
@@ -33,6 +34,13 @@ def test_logits_are_not_made_when_only_the_token_is_asked_for():
     head = plan.groups[-1]
     assert [node.op for node in head.nodes] == ["rms_norm", "linear", "top1"]
     assert plan.crossing(head) == ("y", "draft", "logprob")
+
+
+@pytest.mark.parametrize(("target", "last"), [("cuda:sm_90a", ["linear", "top1", "target_ids"]), ("cpu", ["target_ids"])])
+def test_the_targets_id_of_the_best_is_found_with_it_on_gpus(target, last):
+    circuit, _ = restrict_vocabulary(small_mtp(), (1, 4, 6))
+    plan = fuse(specialize(slice_entry(circuit, "draft"), 4), "draft", 4, target)
+    assert [node.op for node in plan.groups[-1].nodes if node.op != "rms_norm"] == last
 
 
 def test_logits_are_made_when_asked_for():

@@ -17,7 +17,10 @@ WARPS = 4
 @dataclass(frozen=True)
 class Query:
     """One attention node. q: [rows, heads, dim]; `sums` [rows, heads, parts, dim] and `stats` [rows, heads, parts, 2]
-    (largest score in units of log2, sum of weights) are fp32 scratch, where the parts of a row are joined by another launch."""
+    (largest score in units of log2, sum of weights) are fp32 scratch, where the parts of a row are joined by another launch.
+
+    fresh: how many of a sequence's newest rows the program itself may write; all before them are complete when the kernel
+    starts. None: who knows."""
 
     q: Any
     keys: Any
@@ -29,6 +32,7 @@ class Query:
     length: Any
     scale: float
     parts: int
+    fresh: int | None = None
     sums: Any = None
     stats: Any = None
 
@@ -96,24 +100,35 @@ def emit_plain_attention(env: Any, query: Query) -> None:
 
 def joined(found: Sequence[tuple[Any, Any, Any]]) -> Any:
     """The sum of parts, each (largest score, sum of weights, weighted sum); zero where no part has seen a row."""
-    largest, total, value = (register("float32", name=name) for name in ("top", "joined", "value"))
+    (value,) = joined_columns([(top, weight) for top, weight, _ in found], [[partial] for *_, partial in found])
+    return value
+
+
+def joined_columns(stats: Sequence[Sequence[Any]], sums: Sequence[Sequence[Any]]) -> list[Any]:
+    """As `joined`, of some columns of a head. stats: (largest score, sum of weights) of each part, sums: of the columns."""
+    largest, total = (register("float32", name=name) for name in ("top", "joined"))
+    values = register("float32", len(sums[0]), "value")
     put(largest, T.float32(LOWEST))
     put(total, T.float32(0))
-    put(value, T.float32(0))
-    for top, _, _ in found:
+    zeros(values, len(sums[0]))
+    for top, _ in stats:
         put(largest, T.max(largest[0], top))
-    for top, weight, partial in found:
+    for (top, weight), columns in zip(stats, sums, strict=True):
         share = hold(T.exp2(top - largest[0]))
         put(total, total[0] + share * weight)
-        put(value, value[0] + share * partial)
-    return hold(T.Select(T.EQ(total[0], T.float32(0)), T.float32(0), value[0] / total[0]))
+        for index, partial in enumerate(columns):
+            put(values, values[index] + share * partial, index)
+    empty = T.EQ(total[0], T.float32(0))
+    return [hold(T.Select(empty, T.float32(0), values[index] / total[0])) for index in range(len(sums[0]))]
 
 
 def emit_combine(env: Any, query: Query, finish: Callable[[Any, Any, Any, Any], None]) -> None:
     """finish(row, head, column, value) with the sum of all parts; zero where a row sees nothing. A block per row and head."""
     rows, heads, parts, dim = (int(size) for size in query.sums.shape)
     warps = -(-dim // 32)
-    with env.kernel(rows * heads, warps) as at:
+    # The next kernel fills the memory's queues with weights as soon as it starts, which takes it longer than these loads.
+    with env.kernel(rows * heads, warps, fence=True) as at:
+        env.release()
         row, head = hold(T.floordiv(at.block, heads), "int32"), hold(T.floormod(at.block, heads), "int32")
 
         def column(d: Any) -> None:

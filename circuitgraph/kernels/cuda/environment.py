@@ -77,12 +77,14 @@ class CudaEnvironment:
     """Buffers by value name. Arguments are the caller's tensors; the rest are views of the workspace argument.
 
     overlap: kernels are launched programmatically: each starts while the one before still runs, and waits for it (see
-        `launch`). processors: multiprocessors that a persistent kernel fills.
+        `launch`). processors: multiprocessors that a persistent kernel fills. settled: all that came before this program is
+        complete when the kernel that is emitted next starts, see `wait`.
     """
 
     def __init__(self, plan: Plan, *, overlap: bool, processors: int):
         self.plan, self.overlap, self.processors = plan, overlap, processors
         self.group: Group | None = None
+        self.settled = False
         self._axes: dict[str, Any] = {}
         self._buffers: dict[str, Any] = {}
         self._views: dict[tuple[str, tuple[Any, ...], str], Any] = {}
@@ -119,19 +121,33 @@ class CudaEnvironment:
 
     # -- kernels -----------------------------------------------------------------------------------------------
 
-    def kernel(self, blocks: int, warps: int, *, early: bool = False, cluster: int = 1) -> AbstractContextManager[Thread]:
+    def kernel(
+        self, blocks: int, warps: int, *, early: bool = False, cluster: int = 1, fence: bool = False
+    ) -> AbstractContextManager[Thread]:
         """One launch, see `launch`; with `early` the body itself calls `wait`."""
-        return launch(blocks, warps, self.overlap, early=early, cluster=cluster)
+        return launch(blocks, warps, self.overlap, early=early, cluster=cluster, fence=fence)
 
     def steady(self, name: str) -> bool:
         """May a kernel read this argument before it waits? Positions and the addressing of caches are complete before a
         program starts, whatever ran before it (see `chain`); tokens and hiddens come from the kernels before."""
         return name in self._steady
 
-    def wait(self) -> None:
-        """Memory of earlier kernels is complete from here on. Weights, tables and what is `steady` may be read before."""
+    def wait(self, *, release: bool = False) -> None:
+        """Memory of earlier kernels is complete from here on. Weights, tables and what is `steady` may be read before.
+
+        release: of a `fence`; only now may the next kernel start. So whatever starts after it may rely on all before it: the
+            program is `settled`.
+        """
         if self.overlap:
             do(T.ptx.griddepcontrol.wait())
+        if release:
+            self.release()
+        self.settled |= release
+
+    def release(self) -> None:
+        """Of a `fence`: now the next kernel may start."""
+        if self.overlap:
+            do(T.ptx.griddepcontrol.launch_dependents())
 
     def enter(self, group: Group) -> None:
         """Templates ask for this group's scratch from now on.

@@ -214,7 +214,7 @@ def router_cut(plan: Plan, params: MixtureParams, hidden: int) -> Geometry | Non
     registers = params.registers if plan.rows <= 8 else 64
     for warps in (params.warps, -(-params.warps // 2), -(-params.warps // 4)):
         # One tile a block and less: a tile of more groups would leave blocks idle.
-        cut = geometry(plan.rows, hidden, warps, params.stages, 1, registers, lambda groups, parts: groups)
+        cut = geometry(plan.rows, hidden, warps, params.stages, 1, registers, lambda groups, parts: groups, tiles_ahead=1)
         if isinstance(cut, Geometry) and cut.groups == 1 and cut.rows * 16 <= warps * 32:
             return cut
     return None

@@ -16,7 +16,7 @@ from typing import Any
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
-from .attention import Query, cluster_sync, joined, of_block
+from .attention import Query, cluster_sync, joined_columns, of_block, some_of_block
 from .row_program import for_each
 from .values import COPY, LOAD, LOG2_E, LOWEST, do, from_lane, hold, put, register, store, wide, zeros
 
@@ -26,6 +26,16 @@ CLUSTER = 8
 """Blocks of a cluster that every GPU with clusters takes."""
 
 LOAD_TRANSPOSED = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
+
+
+GROUPS, PROCESSORS = 8, 12
+"""Groups of multiprocessors that a cluster lies in one of, and how many each has at least: an H200's 132 are 12 to 18 each."""
+
+
+def at_once(clusters: int, blocks: int) -> bool:
+    """Do so many clusters of so many blocks, each with a multiprocessor of its own, run at once? One that is left over takes as
+    long as all others."""
+    return blocks <= 2 or clusters <= GROUPS * (PROCESSORS // blocks)
 
 
 def groups_of(heads: int, kv_heads: int) -> tuple[int, int] | None:
@@ -58,7 +68,8 @@ class PagedAttention:
         """finish(row, head, column, value): what to do with the joined parts; without it they are left in the scratch."""
         query, parts = self.query, self.query.parts
         cluster = parts if finish else 1
-        with self.env.kernel(self.rows * self.kv_heads * parts, self.warps, early=True, cluster=cluster) as at:
+        joins, blocks = finish is not None, self.rows * self.kv_heads * parts
+        with self.env.kernel(blocks, self.warps, early=True, cluster=cluster, fence=joins) as at:
             self.at = at
             pool = SMEMPool()
             self.ring = pool.alloc((self.warps, self.stages, 2, TILE * self.chunks, 4), "uint32", align=128)
@@ -78,8 +89,10 @@ class PagedAttention:
             each = T.floordiv(T.max(last_tile - first_tile, T.int32(0)) + (parts - 1), parts)
             put(tile, first_tile + self.part * each + at.warp)
             self.stop = hold(T.min(tile[0] - at.warp + each, last_tile), "int32")
-            self._fill(tile, ahead, found)  # waits: the newest row of the cache is of the kernel before
+            self._fill(tile, ahead, found)
             self._load_query()
+            if joins:  # only now: the next kernel fills the memory's queues with weights, and the one before had values to fetch
+                self.env.release()
             self._reset()
             put(slot, T.int32(0))
             with T.While(tile[0] < self.stop):
@@ -101,16 +114,30 @@ class PagedAttention:
     # -- the ring ----------------------------------------------------------------------------------------------
 
     def _fill(self, tile: Any, ahead: Any, found: Any) -> None:
-        """Start the first tiles; their addresses are looked up together."""
+        """Start the first tiles; their addresses are looked up together. Rows that the kernel before may be writing come last,
+        all others before the wait."""
         lines = [register("int32") for _ in range(self.stages)]
         for stage, line in enumerate(lines):
             self._find(tile[0] + stage * self.warps, line)
+        numbers = [hold(tile[0] + stage * self.warps, "int32") for stage in range(self.stages)]
+        settled = [self._settled(number) for number in numbers] if self.query.fresh is not None else []
+        for stage, early in enumerate(settled):
+            with T.If(early), T.Then():
+                self._copy(stage, numbers[stage], lines[stage][0])
         self.env.wait()
         for stage, line in enumerate(lines):
-            self._copy(stage, tile[0] + stage * self.warps, line[0])
+            if not settled:
+                self._copy(stage, numbers[stage], line[0])
+            else:
+                with T.If(T.Not(settled[stage])), T.Then():
+                    self._copy(stage, numbers[stage], line[0])
             do(T.ptx.cp.async_.commit_group())
         put(ahead, tile[0] + self.stages * self.warps)
         self._find(ahead[0], found)
+
+    def _settled(self, tile: Any) -> Any:
+        """Has the tile no row that a kernel of this program writes?"""
+        return (tile + 1) * TILE <= self.end - self.query.fresh
 
     def _find(self, tile: Any, target: Any) -> None:
         """The cache line of the lane's row of a tile. Rows that are not visible are replaced by one that is: their score
@@ -234,10 +261,10 @@ class PagedAttention:
         at, threads = self.at, self.warps * 32
 
         # A loop, not written out: the code of a kernel comes from memory once in every step.
-        with T.serial(0, -(-self.group * self.dim // threads)) as turn:
-            index = hold(turn * threads + at.warp * 32 + at.lane, "int32", "index")
+        with T.serial(0, -(-self.group * self.dim // (4 * threads))) as turn:
+            index = hold((turn * threads + at.warp * 32 + at.lane) * 4, "int32", "index")
             with T.If(index < self.group * self.dim), T.Then():
-                self._join_element(T.floordiv(index, self.dim), T.floormod(index, self.dim), keep)
+                self._join_columns(hold(T.floordiv(index, self.dim), "int32"), hold(T.floormod(index, self.dim), "int32"), keep)
 
     def _leave_sums(self, half: int) -> None:
         at, member, largest, total = self.at, self._member(half), self.largest[half], self.total[half]
@@ -251,23 +278,29 @@ class PagedAttention:
                 T.buffer_store(self.shared_stats, largest[0], [at.warp, member, 0])
                 T.buffer_store(self.shared_stats, total[0], [at.warp, member, 1])
 
-    def _join_element(self, member: Any, d: Any, keep: bool) -> None:
-        """One sum over the warps; the thread of column 0 joins the head's statistics, too."""
-        top, total, value = (register("float32", name=name) for name in ("top", "joined", "value"))
+    def _join_columns(self, member: Any, d: Any, keep: bool) -> None:
+        """Sums over the warps of four columns; the thread of column 0 joins the head's statistics, too."""
+        top, total = (register("float32", name=name) for name in ("top", "joined"))
+        values, part = register("float32", 4, "values"), register("float32", 4, "part")
         put(top, T.float32(LOWEST))
-        for number in (total, value):
-            put(number, T.float32(0))
+        put(total, T.float32(0))
+        zeros(values, 4)
         for warp in range(self.warps):
             put(top, T.max(top[0], self.shared_stats[warp, member, 0]))
         for warp in range(self.warps):
             share = hold(T.exp2(self.shared_stats[warp, member, 0] - top[0]))
             put(total, total[0] + share * self.shared_stats[warp, member, 1])
-            put(value, value[0] + share * self.shared_sums[warp, member, d])
-        if keep:  # this thread alone reads the column
-            T.buffer_store(self.shared_sums, value[0], [0, member, d])
+            with T.vectorized(0, 4) as v:
+                T.buffer_store(part, self.shared_sums[warp, member, d + v], [v])
+            for i in range(4):
+                put(values, values[i] + share * part[i], i)
+        if keep:  # this thread alone reads the columns
+            with T.vectorized(0, 4) as v:
+                T.buffer_store(self.shared_sums, values[v], [0, member, d + v])
         else:
             head = self.kv_head * self.group + member
-            store(self.query.sums, [self.row, head, self.part, d], value[0])
+            for i in range(4):
+                store(self.query.sums, [self.row, head, self.part, d + i], values[i])
         with T.If(d < 1), T.Then():
             for index, number in enumerate((top, total)):
                 if keep:
@@ -280,15 +313,16 @@ class PagedAttention:
         at, parts, count = self.at, self.query.parts, self.group * self.dim
         cluster_sync(self.query.parts)
 
-        def element(index: Any) -> None:
+        def columns(turn: Any) -> None:
+            index = hold(turn * 4, "int32")
             member, d = hold(T.floordiv(index, self.dim), "int32"), hold(T.floormod(index, self.dim), "int32")
-            places = [self.part_stats.ptr_to([member, 0]), self.part_stats.ptr_to([member, 1])]
-            places.append(self.shared_sums.ptr_to([0, member, d]))
-            found = [tuple(of_block(parts, part, place) for place in places) for part in range(parts)]
+            stats = [[of_block(parts, part, self.part_stats.ptr_to([member, i])) for i in range(2)] for part in range(parts)]
+            sums = [some_of_block(parts, part, self.shared_sums.ptr_to([0, member, d]), 4) for part in range(parts)]
             head = hold(self.kv_head * self.group + member, "int32")
-            finish(self.row, head, d, joined(found))
+            for i, value in enumerate(joined_columns(stats, sums)):
+                finish(self.row, head, d + i, value)
 
         threads = self.warps * 32
-        for_each(count, hold(self.part * threads + at.warp * 32 + at.lane, "int32"), parts * threads, element)
+        for_each(count // 4, hold(self.part * threads + at.warp * 32 + at.lane, "int32"), parts * threads, columns)
         if parts > 1:
             cluster_sync(self.query.parts)  # the others may still be reading this block's sums

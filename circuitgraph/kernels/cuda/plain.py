@@ -9,11 +9,14 @@ from typing import Any
 from tvm.tirx.script import builder as T
 
 from .formats import Scales, number, of_row
-from .values import LOWEST, do, from_lane_beside, hold, load, load_int, put, register, store, wide, zeros
+from .values import LOWEST, from_lane_beside, hold, load, load_int, put, register, store, wide, zeros
 
 WARPS = 8
 NOTHING = 0x7FFFFFFF
 """The id while no logit has been taken in."""
+
+IN_FLIGHT = 8
+"""Parts of a top-1 whose loads a lane starts before it merges the first of them."""
 
 ROWS = 8
 """Rows that a warp serves with one reading of its weights."""
@@ -175,30 +178,34 @@ def emit_plain_top1(env: Any, x: Any, head: Projection, logits: Logits, partials
             state.write(partials, part, first_row + at.lane)
 
 
-def emit_top1_final(env: Any, partials: Partials, token: Any, logprob: Any) -> None:
-    """Token and log-probability of every row from the partial results: a block of one warp a row."""
+def emit_top1_final(env: Any, partials: Partials, token: Any, logprob: Any, offsets: Any = None) -> None:
+    """Token and log-probability of every row from the partial results: a block of one warp a row. offsets: what is added to
+    each token, or None."""
     parts = int(partials.best.shape[0])
     with env.kernel(env.plan.rows, 1) as at:
         state = Best()
 
-        def take(part):
-            values = [register(dtype) for dtype in ("float32", "int32", "float32")]
-            for value, buffer, kind in zip(
-                values, (partials.best, partials.index, partials.total), ("f32", "s32", "f32"), strict=True
-            ):
-                do(T.ptx[f"ld.global.{kind}"](value[0], buffer.ptr_to([part, at.block])))
-            state.merge(*(value[0] for value in values))
+        def fetch(first: int) -> tuple[Any, Any, Any]:
+            place = [hold(T.min(at.lane + first, T.int32(parts - 1)), "int32"), at.block]
+            return load(partials.best, place), load_int(partials.index, place), load(partials.total, place)
 
-        for first in range(0, parts // 32 * 32, 32):
-            take(at.lane + first)
-        if parts % 32:
-            with T.If(at.lane < parts % 32), T.Then():
-                take(at.lane + parts // 32 * 32)
+        firsts = range(0, parts, 32)
+        for chunk in range(0, len(firsts), IN_FLIGHT):
+            for first, (best, index, total) in [(first, fetch(first)) for first in firsts[chunk : chunk + IN_FLIGHT]]:
+                if first + 32 > parts:  # no branch: the loads would be moved into it
+                    more = at.lane < parts - first
+                    best = hold(T.Select(more, best, T.float32(LOWEST)))
+                    index = hold(T.Select(more, index, T.int32(NOTHING)), "int32")
+                    total = hold(T.Select(more, total, T.float32(0)))
+                state.merge(best, index, total)
         state.merge_lanes((16, 8, 4, 2, 1))
         with T.If(at.lane < 1), T.Then():
             # A row without any choice, all NaN, gives token 0: the next step gathers its embedding.
             nothing = T.EQ(state.index[0], T.int32(NOTHING))
-            store(token, [at.block], hold(T.Select(nothing, T.int32(0), state.index[0]), "int32"))
+            chosen = hold(T.Select(nothing, T.int32(0), state.index[0]), "int32")
+            if offsets is not None:
+                chosen = hold(chosen + load_int(offsets, [chosen], constant=True), "int32")
+            store(token, [at.block], chosen)
             # The best logit's own term is exp(0), so its log-softmax is -log(total).
             score = T.Select(nothing, T.cuda.uint_as_float(T.uint32(0xFF800000)), T.float32(0) - T.log(state.total[0]))
             store(logprob, [at.block], hold(score))

@@ -15,7 +15,7 @@ from .architectures import architecture_of
 from .attention import Query
 from .epilogue import Epilogue
 from .formats import Format, scales_of
-from .plain import ROWS, Logits, Partials, Projection
+from .plain import ROWS, Logits, Partials, Projection, emit_top1_final
 from .row_program import Evaluator, Place, emit_rows, for_each, refuse_rows, sinks_of
 from .values import hold, load, store
 
@@ -98,12 +98,12 @@ def refuse_meeting(group: Group) -> str | None:
 
 def refuse_top1(group: Group) -> str | None:
     shape = [node.op for node in (*group.anchors, *group.epilogue)]
-    fits = shape in (["linear", "top1"], ["linear", "masked_top1"])
-    return None if fits else f"expected linear and top1 or masked_top1, got {shape}"
+    fits = shape[:2] in (["linear", "top1"], ["linear", "masked_top1"]) and shape[2:] in ([], ["target_ids"])
+    return None if fits else f"expected linear, top1 or masked_top1 and perhaps target_ids, got {shape}"
 
 
 def logits_of(env, group: Group) -> Logits:
-    (linear,), (top1,) = group.anchors, group.epilogue
+    (linear,), (top1, *_) = group.anchors, group.epilogue
     return Logits(
         bias=env.buffer(linear.inputs[2]) if len(linear.inputs) == 3 else None,
         allowed=env.buffer(top1.inputs[1]) if top1.op == "masked_top1" else None,
@@ -117,6 +117,14 @@ def partial_scratch(parts: int, rows: int) -> tuple[Scratch, ...]:
 
 def partials_of(env) -> Partials:
     return Partials(*(env.scratch(name) for name in ("best", "index", "total")))
+
+
+def emit_chosen(env, group: Group, partials: Partials) -> None:
+    """Token and log-probability of every row, the token as the target's id where the group ends with that."""
+    top1, *after = group.epilogue
+    own, logprob = (value.name for value in top1.outputs)
+    offsets = env.buffer(after[0].inputs[1]) if after else None
+    emit_top1_final(env, partials, env.buffer(after[0].name if after else own), env.buffer(logprob), offsets)
 
 
 def refuse_attend(plan: Plan, group: Group, parts: int) -> str | None:
@@ -153,8 +161,17 @@ def query_of(env, group: Group, parts: int, *, joined: bool = False) -> Query:
         **{part: env.buffer(f"{state}.{part}") for part in ("table", "seq", "start", "length")},
         scale=float(node.attr["scale"]),
         parts=parts,
+        fresh=fresh_rows(env, node),
         **({} if joined else {name: env.scratch(name) for name in ("sums", "stats")}),
     )
+
+
+def fresh_rows(env: Any, node: Node) -> int | None:
+    """See `Query.fresh`: rows of one sequence lie side by side, so none that this program appends lies further back."""
+    plan = env.plan
+    made_by, whose = plan.circuit.producer.get(node.inputs[1]), plan.circuit.entry(plan.entry).rows
+    appended = made_by is not None and made_by.op == "append"
+    return plan.rows if env.settled and appended and whose == "sequences" else None
 
 
 def state_of(plan: Plan, node: Any) -> str:

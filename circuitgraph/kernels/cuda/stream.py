@@ -38,10 +38,10 @@ STEP_WORDS = 16
 @dataclass(frozen=True)
 class Geometry:
     """How a product is cut. warps: that share a tile; steps: of one of them per row group; groups: of 16 weight rows in a
-    tile; stages: of the ring, which divide the steps of a tile, so that slots are constants. step: columns of one. together:
-    groups whose sums are shared at once, where a group is short. scale_words: of a weight row in one step of a warp, 0 where
-    they take no shared memory; such a warp's steps lie side by side. teams: of `warps` each in a block; with more than one,
-    x lies in shared memory."""
+    tile; stages: of the ring, which divide the steps of a tile, so that slots are constants, or are those of two tiles. step:
+    columns of one. together: groups whose sums are shared at once, where a group is short. scale_words: of a weight row in one
+    step of a warp, 0 where they take no shared memory; such a warp's steps lie side by side. teams: of `warps` each in a block;
+    with more than one, x lies in shared memory."""
 
     rows: int
     columns: int
@@ -58,6 +58,11 @@ class Geometry:
     @property
     def row_blocks(self) -> int:
         return -(-self.rows // 8)
+
+    @property
+    def tiles_ahead(self) -> int:
+        """Tiles that the ring holds: it is filled for the one after them."""
+        return max(1, self.stages // (self.steps * self.groups))
 
     @property
     def shared_bytes(self) -> int:
@@ -96,6 +101,7 @@ def geometry(
     registers: int,
     work: Callable[[int, int], float] = lambda groups, parts: 0,
     format: Format | None = None,
+    tiles_ahead: int = 2,
 ) -> Geometry | str:
     """The cut of a product over `columns`, or why there is none.
 
@@ -105,6 +111,7 @@ def geometry(
         work: row groups that the busiest block takes, for tiles of so many groups and so many parts. Where smaller tiles
             spread a narrow layer better, a shorter ring is accepted for them.
         format: of quantised weights.
+        tiles_ahead: 1 where a ring may not hold two tiles: such a ring lets short tiles spread a layer evenly.
     """
     step = STEP_WORDS * (format.columns if format else 2)
     if rows > 32:
@@ -118,9 +125,11 @@ def geometry(
         cuts = []
         for groups in (1, 2, 4, 8):
             rings = [d for d in range(4, stages + 4) if steps * groups % d == 0]
+            if groups == 1 and tiles_ahead > 1 and not (format and format.storage) and steps >= 4 and 2 * steps <= stages:
+                rings.append(2 * steps)
             if rings:
                 ring = min(rings, key=lambda d: abs(d - stages))
-                cuts.append((work(groups, parts), ring < stages - 3, groups, ring))
+                cuts.append((work(groups, parts), ring < stages - 3, ring > steps * groups, groups, ring))
         if cuts:
             *_, groups, ring = min(cuts)
             words = step // format.scale_columns if format and format.scaled == "numbers" else 0
@@ -178,11 +187,14 @@ class Stream:
         self.tiles = first
         self.blocks = env.processors // cut.k_parts * cut.k_parts
 
-    def emit(self, *, partial: Any = None, best: Partials | None = None, logits: Logits | None = None) -> None:
-        """partial: [k_parts * rows, all columns] fp32, where the sums go instead of to the projections' `finish`."""
+    def emit(
+        self, *, partial: Any = None, best: Partials | None = None, logits: Logits | None = None, settles: bool = False
+    ) -> None:
+        """partial: [k_parts * rows, all columns] fp32, where the sums go instead of to the projections' `finish`. settles: let
+        the next kernel start only when all before this one are complete."""
         cut = self.cut
         warps = cut.teams * cut.warps
-        with self.env.kernel(self.blocks, warps, early=True) as at:
+        with self.env.kernel(self.blocks, warps, early=True, fence=settles) as at:
             self.at = at
             self.team = T.floordiv(at.warp, cut.warps) if cut.teams > 1 else 0
             self.warp = T.floormod(at.warp, cut.warps) if cut.teams > 1 else at.warp
@@ -205,14 +217,17 @@ class Stream:
             put(turn, T.int32(0))
             here, ahead = register("uint64", 2, "here"), register("uint64", 2, "ahead")
             self._find(tile[0], here)
+            if cut.tiles_ahead > 1:
+                self._find(tile[0] + stride, ahead)
             if self.scales:
                 self.scales.begin(tile[0])
             for step in range(cut.stages):
-                with T.If(tile[0] < self.tiles), T.Then():
-                    self._copy(step, here, step)
+                number, rest = divmod(step, cut.steps * cut.groups)
+                with T.If(tile[0] + number * stride < self.tiles), T.Then():
+                    self._copy(step, ahead if number else here, rest)
                 do(T.ptx.cp.async_.commit_group())
             weights = self._norm_weights()
-            self.env.wait()
+            self.env.wait(release=settles)
             self._load_x()
             inverse = self._fold_norm(weights) if self.norm else None
             self._order_x()
@@ -220,7 +235,7 @@ class Stream:
                 self._share_x()
             state = Best() if best else None
             with T.While(tile[0] < self.tiles):
-                following = hold(tile[0] + stride, "int32", "following")
+                following = hold(tile[0] + cut.tiles_ahead * stride, "int32", "following")
                 self._find(following, ahead)
                 if self.scales:
                     self.scales.fetch(following)
@@ -240,7 +255,7 @@ class Stream:
                     put(turn, T.bitwise_xor(turn[0], 1))
                 for half in range(2):
                     put(here, ahead[half], half)
-                put(tile, following)
+                put(tile, following if cut.tiles_ahead == 1 else tile[0] + stride)
                 if self.scales:
                     self.scales.turn()
             if state is not None and best is not None:
@@ -289,7 +304,7 @@ class Stream:
                 address = place if address is None else T.if_then_else(tile < segment.first + segment.tiles, place, address)
             put(target, address, half)
 
-    def _copy(self, slot: int, addresses: Any, step: int) -> None:
+    def _copy(self, slot: Any, addresses: Any, step: int) -> None:
         """Start the copies of one step of a tile into a slot of the ring."""
         group, step = divmod(step, self.cut.steps)
         offset = 4 * (group * self.width * self.cut.columns + step * self.cut.stride) // self.format.columns
@@ -306,7 +321,7 @@ class Stream:
             zeros(chain, cut.row_blocks * 4)
         for step in range(cut.steps):
             number = group * cut.steps + step
-            slot = number % cut.stages
+            slot = number % cut.stages if cut.tiles_ahead == 1 else hold(self.turn * cut.steps + step, "int32", "slot")
             do(T.ptx.cp.async_.wait_group(cut.stages - 1))
             for half in range(2):
                 with T.vectorized(0, 4) as v:
@@ -331,9 +346,10 @@ class Stream:
                 put(sums[0], sums[0][i] + chain[i], i)
         self._share(sums[0], group % cut.together)
 
-    def _refill(self, slot: int, number: int, here: Any, ahead: Any, following: Any) -> None:
+    def _refill(self, slot: Any, number: int, here: Any, ahead: Any, following: Any) -> None:
         """Start the copies of the step that comes to this slot after the tile's step `number`."""
-        later, rest = divmod(number + self.cut.stages, self.cut.steps * self.cut.groups)
+        whole = self.cut.steps * self.cut.groups
+        later, rest = divmod(number + self.cut.stages, whole) if self.cut.tiles_ahead == 1 else (1, number)
         if later:
             with T.If(following < self.tiles), T.Then():
                 self._copy(slot, ahead, rest)

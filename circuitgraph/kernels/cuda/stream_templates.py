@@ -10,15 +10,17 @@ from typing import Any
 
 from ...circuit.ir import FOUR_BIT, Node
 from ...circuit.types import TensorType
+from ...plan.fuse import CACHE
 from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, meeting, within
 from .architectures import ARCHITECTURES, DEFAULT, architecture_of, fitting
 from .epilogue import refuse_epilogue
 from .formats import Format
-from .plain import Projection, emit_top1_final
+from .plain import Projection
 from .row_program import Evaluator, Place, for_each, sinks_of
 from .shared import (
     PROLOGUE_WARPS,
+    emit_chosen,
     emit_prologue,
     format_of,
     logits_of,
@@ -184,6 +186,12 @@ def stream_of(env: Any, group: Group, params: StreamParams, projections: list[Pr
     return Stream(env, cut, env.words(source), kind, projections, norm)
 
 
+def appends_next(plan: Plan, group: Group) -> bool:
+    """Does the group after this one write cache rows, which attention after it will ask for?"""
+    index = plan.groups.index(group) + 1
+    return index < len(plan.groups) and plan.groups[index].pattern == CACHE
+
+
 @kernel
 class LinearStream(Kernel):
     """Projections of few rows in bf16 or f16: weights, quantised ones as they are stored, streamed once through tensor cores,
@@ -212,7 +220,7 @@ class LinearStream(Kernel):
         projections = projections_of(env, group)
         stream = stream_of(env, group, params, projections)
         if stream.cut.k_parts == 1:
-            stream.emit()
+            stream.emit(settles=appends_next(env.plan, group))
         else:
             partial = env.scratch("partial")
             stream.emit(partial=partial)
@@ -242,8 +250,8 @@ class Top1Stream(Kernel):
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
-        (linear,), (top1,) = group.anchors, group.epilogue
+        (linear,) = group.anchors
         stream = stream_of(env, group, params, [projection_of(env, [linear], lambda *_: None)])
         partials = partials_of(env)
         stream.emit(best=partials, logits=logits_of(env, group))
-        emit_top1_final(env, partials, *(env.buffer(value.name) for value in top1.outputs))
+        emit_chosen(env, group, partials)

@@ -16,13 +16,14 @@ from .epilogue import refuse_epilogue
 from .experts_templates import MixturePlain, MixtureStream
 from .head_templates import HeadPlain, HeadStream
 from .latent_templates import LatentPlain, LatentWarpgroups
-from .paged import CLUSTER, PagedAttention, groups_of, shared_bytes
-from .plain import WARPS, emit_plain, emit_plain_top1, emit_top1_final
+from .paged import CLUSTER, PagedAttention, at_once, groups_of, shared_bytes
+from .plain import WARPS, emit_plain, emit_plain_top1
 from .row_program import emit_rows, refuse_rows, sinks_of
 from .shared import (
     attend_end,
     attend_facts,
     attend_scratch,
+    emit_chosen,
     emit_copy,
     emit_prologue,
     logits_of,
@@ -142,11 +143,11 @@ class Top1Plain(Kernel):
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
         emit_prologue(env, group, params.warps)
-        (linear,), (top1,) = group.anchors, group.epilogue
+        (linear,) = group.anchors
         partials = partials_of(env)
         head = projection_of(env, [linear], lambda *_: None, words=False)
         emit_plain_top1(env, env.flat(linear.inputs[0]), head, logits_of(env, group), partials)
-        emit_top1_final(env, partials, *(env.buffer(value.name) for value in top1.outputs))
+        emit_chosen(env, group, partials)
 
 
 @kernel
@@ -204,8 +205,12 @@ class AttendPaged(Kernel):
         most = CLUSTER if AttendPaged.joins(plan, params) else 32
         heads, _, kv_heads, _ = attend_facts(plan, group)
         groups, _ = groups_of(heads, kv_heads) or (1, 0)
-        share = architecture_of(plan).processors / (plan.rows * kv_heads * groups)
-        return params.parts or max(1, min(most, 1 << round(math.log2(max(share, 1)))))
+        pairs = plan.rows * kv_heads * groups
+        share = architecture_of(plan).processors / pairs
+        parts = params.parts or max(1, min(most, 1 << round(math.log2(max(share, 1)))))
+        if AttendPaged.joins(plan, params) and not params.parts:
+            return next(fewer for fewer in range(parts, 0, -1) if at_once(pairs, fewer))
+        return parts
 
     @staticmethod
     def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:

@@ -10,10 +10,11 @@ from ..base import Kernel, kernel, within
 from .architectures import architecture_of, fitting
 from .epilogue import refuse_epilogue
 from .formats import Format
-from .plain import Projection, emit_top1_final
+from .plain import Projection
 from .quantised_tiles import QuantisedTile, QuantisedTiles
 from .shared import (
     PROLOGUE_WARPS,
+    emit_chosen,
     emit_prologue,
     format_of,
     logits_of,
@@ -123,9 +124,9 @@ class Top1Tiles(Kernel):
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
-        (linear,), (top1,) = group.anchors, group.epilogue
+        (linear,) = group.anchors
         partials = partials_of(env)
         tiles_of(env, group, params, [projection_of(env, [linear], lambda *_: None)]).emit(
             best=partials, logits=logits_of(env, group)
         )
-        emit_top1_final(env, partials, *(env.buffer(value.name) for value in top1.outputs))
+        emit_chosen(env, group, partials)

@@ -12,10 +12,11 @@ from ..base import Kernel, kernel, within
 from .architectures import architecture_of
 from .epilogue import meeting, refuse_epilogue
 from .formats import Format
-from .plain import Projection, emit_top1_final
+from .plain import Projection
 from .quantised_warpgroups import QuantisedWarpgroups, QuantisedWarpgroupTile
 from .shared import (
     PROLOGUE_WARPS,
+    emit_chosen,
     emit_prologue,
     format_of,
     logits_of,
@@ -167,8 +168,8 @@ class Top1Warpgroups(Kernel):
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
-        (linear,), (top1,) = group.anchors, group.epilogue
+        (linear,) = group.anchors
         partials, tile = partials_of(env), params.tile(env.plan, group, head=True)
         head = [projection_of(env, [linear], lambda *_: None)]
         emit_tiles(env, group, tile, head).emit_best(partials, logits_of(env, group))
-        emit_top1_final(env, partials, *(env.buffer(value.name) for value in top1.outputs))
+        emit_chosen(env, group, partials)
