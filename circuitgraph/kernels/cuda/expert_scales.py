@@ -31,8 +31,10 @@ class TileScales:
         self.pieces = self.words // self.size
         self.addresses = -(-self.lines * self.pieces // 32)
         self.slots = cut.tiles_ahead + 1
+        storage = sizes.storage
+        self.line_bytes = sizes.hidden // storage.block[1] if storage and cut.groups > 1 else 0  # scales of four bits are bytes
         if self.lines:
-            self.memory = pool.alloc((cut.warps, self.slots, self.lines, self.words), "uint32", align=16)
+            self.memory = pool.alloc((cut.warps, self.slots, cut.groups * self.lines, self.words), "uint32", align=16)
 
     def begin(self) -> None:
         if self.lines:
@@ -57,12 +59,16 @@ class TileScales:
 
     def start(self, slot: Any, addresses: Any, first: int) -> None:
         """Start copying them."""
-        for index in range(self.addresses):
-            line, piece = self._place(index)
-            with T.If(line < self.lines), T.Then():
-                target = self.memory.ptr_to([self.at.warp, slot, line, piece * self.size])
-                copy = COPY if self.size == 4 else COPY_WORD
-                do(T.ptx[copy](target, T.reinterpret("handle", addresses[first + index]), 4 * self.size))
+        copy = COPY if self.size == 4 else COPY_WORD
+        for group in range(self.cut.groups):
+            for index in range(self.addresses):
+                line, piece = self._place(index)
+                with T.If(line < self.lines), T.Then():
+                    target = self.memory.ptr_to([self.at.warp, slot, group * self.lines + line, piece * self.size])
+                    source = addresses[first + index]
+                    if group:
+                        source = source + T.uint64(group * 8 * self.line_bytes)
+                    do(T.ptx[copy](target, T.reinterpret("handle", source), 4 * self.size))
 
     def last(self) -> Any:
         """The slot that is free while a tile is multiplied."""
@@ -77,7 +83,9 @@ class TileScales:
         """The words with the lane's scales in gate and in up."""
         if not self.lines:
             return None
-        return lines_of(self.memory, [self.at.warp, self.slot[0]], (self.lines, self.each), self.at.lane, step * self.each)
+        group, step = divmod(step, self.cut.steps)
+        place, scales = [self.at.warp, self.slot[0]], (self.lines, self.each)
+        return lines_of(self.memory, place, scales, self.at.lane, step * self.each, group * self.lines)
 
     def turn(self) -> None:
         """The next tile begins."""

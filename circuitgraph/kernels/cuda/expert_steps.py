@@ -8,6 +8,7 @@ from typing import Any
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
+from . import one_row
 from .formats import Format
 from .values import COPY, COPY_WORD, do, hold, put, register, zeros
 
@@ -15,8 +16,11 @@ from .values import COPY, COPY_WORD, do, hold, put, register, zeros
 class Product:
     """A lane's pieces of 16 weight rows times x: one step of a warp."""
 
-    def __init__(self, format: Format, lane: Any):
+    def __init__(self, format: Format, lane: Any, rows: int):
+        """rows: of x, at most."""
         self.format, self.lane = format, lane
+        self.one_row = one_row.one_row(format, rows)
+        self.factor = format.sums_factor if self.one_row else format.factor
         self.mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{format.kind}.{format.kind}.f32"
 
     def take(self, piece: Any, scales: Sequence[Any] | None = None, whole: Any = None) -> None:
@@ -24,7 +28,9 @@ class Product:
         self.piece, self.factors = piece, None if whole is None else [whole, whole]
         self.of_numbers: list[Any] = [None, None]
         self.decoded: list[list[Any]] = [[], []]
-        if scales and self.format.scaled == "numbers":
+        if self.one_row:
+            self.scales, self.whole = scales, whole
+        elif scales and self.format.scaled == "numbers":
             self.of_numbers = [self.format.scale_pairs(word, self.lane) for word in scales]
         elif scales:
             self.factors = [hold(T.cuda.uint_as_float(word)) for word in scales]
@@ -42,6 +48,16 @@ class Product:
         each = len(x) // 4
         return [word for i in range(4) for word in self.format.order(x[i * each : i * each + each])]
 
+    def owned(self, x: list[Any]) -> list[Any]:
+        """Words of one row of x, in order, as `multiply_all` takes them."""
+        kept = [one_row.owned(self.format, self.lane, index) for index in range(4)]
+        return [hold(T.Select(kept[i // 4], self.format.lifted(word), T.uint32(0)), "uint32") for i, word in enumerate(x)]
+
+    def gather(self, sums: Any) -> None:
+        """Before sums are read: those of one row lie in several lanes."""
+        if self.one_row:
+            one_row.gather(sums, self.lane)
+
     def place(self, column: Any) -> Any:
         """Where a column goes in rows that are kept in this order."""
         if self.format.storage is None:
@@ -58,7 +74,14 @@ class Product:
         self._end(sums, [block], [totals])
 
     def multiply_all(self, sums: Any, blocks: list[list[Any]]) -> None:
-        """The same with all blocks of rows; few words are decoded at a time, which saves registers."""
+        """The same with all blocks of rows; few words are decoded at a time, which saves registers. Of one row see `owned`."""
+        if self.one_row:
+            (x,) = blocks
+            pieces = [self.piece[i] for i in range(8)]
+            one_row.multiply(
+                self.format, self.lane, sums, pieces, self.scales, lambda index: x[index * 4 : index * 4 + 4], self.whole
+            )
+            return
         totals = self._begin(sums, list(range(len(blocks))))
         together = 2 if self.format.columns == 2 else 1  # words that make a whole product
         for first in range(0, 4, together):
@@ -133,13 +156,15 @@ class Ring:
         return lines_of(self.scale_memory, [self.at.warp, slot], (self.lines, self.words), self.at.lane)
 
 
-def lines_of(memory: Any, place: list[Any], scales: tuple[int, int], lane: Any, first: Any = 0) -> list[Any]:
+def lines_of(
+    memory: Any, place: list[Any], scales: tuple[int, int], lane: Any, first: Any = 0, line: int = 0
+) -> list[Any]:
     """The words with a lane's scales in both halves of 16 weight rows. memory: [*place, lines, words] words; scales: (lines,
-    words of each) of a step, from the word `first` on."""
+    words of each) of a step, from the word `first` and the line `line` on."""
     lines, words = scales
     word = first + (T.floordiv(lane % 4 * words, 4) if words > 1 else 0)
     if lines == 1:
-        found = hold(memory[(*place, 0, word)], "uint32")
+        found = hold(memory[(*place, line, word)], "uint32")
         return [found, found]
     numbers = [half * 8 + T.floordiv(lane, 4) if lines == 16 else half for half in range(2)]
-    return [hold(memory[(*place, line, word)], "uint32") for line in numbers]
+    return [hold(memory[(*place, line + number, word)], "uint32") for number in numbers]

@@ -91,7 +91,8 @@ class Sizes:
 class UpCut:
     """steps: of a warp in a tile; stages: of the ring, a multiple or a part of the steps. resident: x stays in registers;
     otherwise its rows are read for each tile, only those that the expert has. buffers: for sums, 1 waits twice a tile.
-    beside: a warp's steps are neighbours, so that their scales are; otherwise those of all warps take turns."""
+    beside: a warp's steps are neighbours, so that their scales are; otherwise those of all warps take turns. groups: of 8 rows
+    of gate and 8 of up in a tile, each of `steps`."""
 
     warps: int
     steps: int
@@ -99,11 +100,17 @@ class UpCut:
     resident: bool
     buffers: int
     beside: bool = False
+    groups: int = 1
+
+    @property
+    def all_steps(self) -> int:
+        """Of a warp in a tile."""
+        return self.groups * self.steps
 
     @property
     def tiles_ahead(self) -> int:
         """Tiles that the ring holds; it is filled for the one after them."""
-        return max(1, self.stages // self.steps)
+        return max(1, self.stages // self.all_steps)
 
     @property
     def stride(self) -> int:
@@ -117,12 +124,12 @@ class UpCut:
 
     def scratch_words(self, sizes: Sizes, choosing_words: int) -> int:
         """Of the memory that choosing and adding up take turns in."""
-        return max(self.buffers * self.warps * sizes.rows * 16, min(self.warps, sizes.rows) * choosing_words)
+        return max(self.buffers * self.warps * self.groups * sizes.rows * 16, min(self.warps, sizes.rows) * choosing_words)
 
     def shared_bytes(self, sizes: Sizes, choosing_words: int) -> int:
         ring = self.warps * self.stages * 1024
         lines, words = up_scales(sizes.format)
-        scales = self.warps * (self.tiles_ahead + 1) * 4 * lines * words * self.steps
+        scales = self.warps * (self.tiles_ahead + 1) * 4 * lines * words * self.all_steps
         return ring + scales + 4 * self.scratch_words(sizes, choosing_words) + groups_bytes(sizes) + 1024
 
 

@@ -95,7 +95,7 @@ class Down:
         with self.env.kernel(self.blocks, cut.warps, early=True) as at:
             self.at, self.thread = at, hold(at.warp * 32 + at.lane, "int32", "thread")
             pool = SMEMPool()
-            self.product = Product(self.format, at.lane)
+            self.product = Product(self.format, at.lane, self.sizes.rows)
             self._allocate(pool)
             pool.commit()
             names = ("tile", "ahead_tile", "slot")
@@ -343,4 +343,4 @@ class Down:
                 for warp in range(self.cut.warps):
                     put(total, total[0] + self.shared[warp, element])
                 row, column = hold(T.floordiv(element, 16), "int32"), hold(self.tile[0] * 16 + element % 16, "int32")
-                finish(row, column, [total[0] if self.format.factor == 1 else total[0] * self.format.factor])
+                finish(row, column, [total[0] if self.product.factor == 1 else total[0] * self.product.factor])

@@ -9,6 +9,7 @@ from typing import Any
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
+from . import one_row
 from .expert_groups import rank_in
 from .expert_one import OneRow
 from .expert_steps import Ring
@@ -73,6 +74,9 @@ class EarlyDown(Down):
         """Fill the ring: the shared expert's weights before all that the kernel waits for."""
         sizes, cut, at = self.sizes, self.cut, self.at
         self.x = register("uint32", sizes.row_blocks * cut.together * sizes.step // 8, "x")
+        if self.product.one_row:
+            for index in range(sizes.step // 8):
+                put(self.x, T.uint32(0), index)
         self.whole = register("float32", name="whole") if self.has_wholes else None
         self._fetch_wholes()
         do(T.cuda.cta_sync())
@@ -182,6 +186,8 @@ class EarlyDown(Down):
         if self.first:
             begin = T.if_then_else(T.EQ(place, 0), T.reinterpret("uint64", self.between.shared.ptr_to([0, 0])), begin)
         begin = hold(begin, "uint64")
+        if self.product.one_row:
+            return self._load_one(begin, place, entry[0], step)
         stride = self.of_place(place, sizes.shared * 2, sizes.inner * 2)
         for index in range(sizes.row_blocks * count):
             put(self.x, T.uint32(0), index)
@@ -200,6 +206,17 @@ class EarlyDown(Down):
                         targets = [self.x[block * count + part * each + first + i] for i in range(4)]
                         there = T.reinterpret("handle", source + T.uint64(part * sizes.step * 2 + 4 * first))
                         do(T.ptx["ld.global.v4.b32"](*targets, there))
+
+    def _load_one(self, begin: Any, place: Any, pair: Any, step: Any) -> None:
+        """The lane's words of one row: the others stay zero."""
+        sizes, lane = self.sizes, self.at.lane
+        stride = self.of_place(place, sizes.shared * 2, sizes.inner * 2)
+        offset = T.Cast("int32", pair) * stride + step * (sizes.step * 2) + lane % 4 * (sizes.step // 2)
+        source = hold(begin + T.Cast("uint64", hold(offset, "int32")), "uint64")
+        for index in range(4):
+            with T.If(one_row.owned(self.format, lane, index)), T.Then():
+                there = T.reinterpret("handle", source + T.uint64(16 * index))
+                do(T.ptx["ld.global.v4.b32"](*(self.x[index * 4 + i] for i in range(4)), there))
 
     # -- a tile ------------------------------------------------------------------------------------------------
 
@@ -230,6 +247,7 @@ class EarlyDown(Down):
             do(T.ptx.cp.async_.commit_group())
             self._advance()
             put(self.slot, T.Select(T.EQ(self.slot[0] + 1, cut.stages), T.int32(0), self.slot[0] + 1))
+        self.product.gather(sums)
         self._share(sums)
         self._begin_tile()
 

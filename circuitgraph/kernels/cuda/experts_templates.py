@@ -136,10 +136,12 @@ class MixtureParams:
         for warps in self._fewer([warps for warps in range(self.warps, 0, -1) if sizes.hidden % (warps * sizes.step) == 0]):
             steps = sizes.hidden // (warps * sizes.step)
             resident = sizes.row_blocks * steps * sizes.step // 8 <= self.registers
-            rings = [stages for stages in range(2, self.stages + 4) if stages % steps == 0 or steps % stages == 0]
-            rings = sorted(rings or [1], key=lambda stages: (abs(stages - self.stages), stages))
             beside = sizes.format.scaled == "numbers"
-            cuts = [UpCut(warps, steps, stages, resident, buffers, beside) for buffers in (2, 1) for stages in rings]
+            groups = 2 if beside and resident and sizes.rows <= 8 and (sizes.inner | sizes.shared) % 16 == 0 else 1
+            total = groups * steps
+            rings = [stages for stages in range(2, self.stages + 4) if stages % total == 0 or total % stages == 0]
+            rings = sorted(rings or [1], key=lambda stages: (abs(stages - self.stages), stages))
+            cuts = [UpCut(warps, steps, stages, resident, buffers, beside, groups) for buffers in (2, 1) for stages in rings]
             for cut in (cut for cut in cuts if cut.stages <= rings[0]):
                 least = min(least or limit * 2, cut.shared_bytes(sizes, words))
                 if least <= limit:

@@ -33,6 +33,9 @@ LEFT_TO_SUMS = {("nvfp4", "bf16"): 10, ("mxfp4", "bf16"): 60, ("fp8", "f16"): 8,
 """Powers of two by which decoded numbers are too small. In bf16 a scale times 2^126 would overflow; in f16 fp8 needs no
 multiplication then."""
 
+LIFT = {"bf16": 60, "f16": 0}
+"""Of two: what x is multiplied by where numbers stay too small, so that products do not end among the subnormals of fp32."""
+
 
 @dataclass(frozen=True)
 class Scales:
@@ -115,6 +118,27 @@ class Format:
         """What sums are multiplied by, beside `of_row`."""
         return 2.0 ** LEFT_TO_SUMS.get((self.name, self.kind), 0)
 
+    @property
+    def sums_factor(self) -> float:
+        """The same where the scales of a 4-bit format are multiplied with sums, and x is `lifted`."""
+        left = POWER_OF_E2M1[self.kind] - LIFT[self.kind]
+        return 2.0 ** (left + (POWER_OF_E4M3["f16"] if self.name == "nvfp4" else 0))
+
+    @property
+    def lane_scales(self) -> int:
+        """Of a 4-bit format, for 32 columns."""
+        assert self.storage is not None
+        return 32 // self.storage.block[1]
+
+    @property
+    def lift(self) -> float:
+        """What x is multiplied by there."""
+        return 2.0 ** LIFT[self.kind]
+
+    def lifted(self, pair: Any) -> Any:
+        """A pair of x times `lift`."""
+        return self._times(pair, _power(LIFT[self.kind], self.kind)) if LIFT[self.kind] else pair
+
     def refuse(self) -> str | None:
         """Why tensor cores cannot have these weights, or None."""
         if (self.name, self.kind) == ("mxfp4", "f16"):
@@ -160,8 +184,11 @@ class Format:
         if self.name == "fp8":
             pairs = shifted(word, E4M3, self.kind)
             return list(pairs) if self.kind == "f16" else [self._times(pair, _power(120, "bf16")) for pair in pairs]
-        pairs = _four_bits(word) if self.kind == "bf16" else shifted(word, E2M1, self.kind)
-        return [self._times(pair, scale) for pair in pairs]
+        return [self._times(pair, scale) for pair in self.unscaled(word)]
+
+    def unscaled(self, word: Any) -> list[Any]:
+        """The pairs of a word of a 4-bit format, 2^`POWER_OF_E2M1` too small and without their scales."""
+        return list(_four_bits(word) if self.kind == "bf16" else shifted(word, E2M1, self.kind))
 
     def scale_pairs(self, word: Any, lane: Any) -> list[Any]:
         """A 4-bit format's scales for the 32 columns that are the lane's of 128, equally many for each: twice in a word.
@@ -188,6 +215,21 @@ class Format:
         for half in range(2):
             do(T.ptx.mov.b32(both[half], halves[half], halves[half]))
         return [both[0], both[1]]
+
+    def scale_floats(self, word: Any, lane: Any) -> list[Any]:
+        """The same scales in fp32, of nvfp4 2^`POWER_OF_E4M3` of f16 too small."""
+        lane = T.Cast("uint32", lane)
+        if self.name == "mxfp4":
+            byte = permuted(word, T.uint32(0), T.uint32(0x4440) + lane % T.uint32(4))
+            bits = T.Select(T.EQ(byte, T.uint32(0)), T.uint32(0x00400000), T.shift_left(byte, T.uint32(23)))
+            return [hold(T.cuda.uint_as_float(bits))]
+        take = T.uint32(0x1404) + lane % T.uint32(2) * T.uint32(0x2020)
+        (*_, pair) = shifted(permuted(word, T.uint32(0), take), E4M3, "f16", first=1)
+        halves, scales = register("uint16", 2), register("float32", 2, "scales")
+        do(T.ptx.mov.b32(halves[0], halves[1], pair))
+        for half in range(2):
+            do(T.ptx["cvt.f32.f16"](scales[half], halves[half]))
+        return [scales[0], scales[1]]
 
     def _integers(self, word: Any) -> Iterator[Any]:
         """Signed bytes. f16 has room for 1024 + a whole byte; bf16 for 128 + seven bits, and for 128 or 256 as the sign."""

@@ -25,6 +25,7 @@ from typing import Any
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
+from . import one_row
 from .architectures import architecture_of
 from .formats import Format, of_row
 from .plain import Best, Logits, Partials, Projection
@@ -174,6 +175,8 @@ class Stream:
         self.env, self.cut, self.x, self.kind, self.norm = env, cut, x, kind, norm
         scales = projections[0].scales[0]
         self.format = Format(kind, scales.storage if scales else None, architecture_of(env.plan).multiply)
+        self.one_row = one_row.one_row(self.format, cut.rows)
+        self.factor = self.format.sums_factor if self.one_row else self.format.factor
         self.mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
         self.matrices = len(projections[0].weights)
         self.width = 16 // self.matrices
@@ -213,7 +216,7 @@ class Stream:
             tile, turn = register("int32", name="tile"), register("int32", name="turn")
             stride = self.blocks // cut.k_parts * cut.teams
             first = T.floordiv(at.block, cut.k_parts)
-            put(tile, first * cut.teams + self.team if cut.teams > 1 else first)
+            put(tile, self._first_tile(first))
             put(turn, T.int32(0))
             here, ahead = register("uint64", 2, "here"), register("uint64", 2, "ahead")
             self._find(tile[0], here)
@@ -266,6 +269,13 @@ class Stream:
                     state.write(best, at.block, T.floordiv(self.thread, 16))
             if self.norm and self.norm.finish:
                 self._store_normed(self.norm.finish)
+
+    def _first_tile(self, block: Any) -> Any:
+        """Of a team. Neighbours are one block's, unless some teams have none: then all blocks have as many, or one less."""
+        cut, blocks = self.cut, self.blocks // self.cut.k_parts
+        if cut.teams == 1:
+            return block
+        return block + self.team * blocks if self.tiles < blocks * cut.teams else block * cut.teams + self.team
 
     def _team(self) -> list[Any]:
         """The warps that share a tile with this one."""
@@ -335,7 +345,10 @@ class Stream:
             elif self.format.scaled == "numbers":
                 words = self.scales.of_step(group, step) if self.scales else None
                 self._refill(slot, number, here, ahead, following)  # long before the decoding is done
-                self._multiply_decoded(sums, piece, words, step)
+                if self.one_row:
+                    one_row.multiply(self.format, at.lane, sums[0], [piece[i] for i in range(8)], words, self._x_owned(step))
+                else:
+                    self._multiply_decoded(sums, piece, words, step)
                 continue
             else:
                 words = self.scales.of_step(group, step) if self.scales else None
@@ -344,6 +357,8 @@ class Stream:
         for chain in sums[1:]:
             for i in range(cut.row_blocks * 4):
                 put(sums[0], sums[0][i] + chain[i], i)
+        if self.one_row:
+            one_row.gather(sums[0], at.lane)
         self._share(sums[0], group % cut.together)
 
     def _refill(self, slot: Any, number: int, here: Any, ahead: Any, following: Any) -> None:
@@ -359,7 +374,20 @@ class Stream:
 
     def _chains(self) -> int:
         """Sums that take turns, where a product would wait for the one before: decoding leaves no time to hide that."""
-        return 2 if self.format.scaled == "numbers" and self.cut.row_blocks == 1 else 1
+        return 2 if self.format.scaled == "numbers" and self.cut.row_blocks == 1 and not self.one_row else 1
+
+    def _x_owned(self, step: int) -> Callable[[int], list[Any]]:
+        """The words of one row of x in a step, zeros where they are not the lane's: see `one_row`."""
+
+        def words(index: int) -> list[Any]:
+            if self.cut.teams == 1:
+                return self._x(0, step)[index * 4 : index * 4 + 4]
+            with T.If(one_row.owned(self.format, self.at.lane, index)), T.Then(), T.vectorized(0, 4) as v:
+                place = [self.warp * self.cut.steps + step, index, 0, self.at.lane % 4, v]
+                T.buffer_store(self.owned, self.x_shared[*place], [index * 4 + v])
+            return [self.owned[index * 4 + i] for i in range(4)]
+
+        return words
 
     def _multiply_decoded(self, sums: Sequence[Any], piece: Any, words: list[Any] | None, step: int) -> None:
         """One step of quantised weights: word after word is decoded and multiplied."""
@@ -428,14 +456,14 @@ class Stream:
             return None
         factors = [register("float32", name="factor") for _ in range(self.matrices)]
         for factor in factors:
-            put(factor, T.float32(self.format.factor))
+            put(factor, T.float32(self.factor))
         if self.format.storage.block[1] and not self.format.storage.whole:
-            return [factor[0] for factor in factors] if self.format.factor != 1 else None
+            return [factor[0] for factor in factors] if self.factor != 1 else None
         for segment in self.segments:
             with T.If(T.And(tile >= segment.first, tile < segment.first + segment.tiles)), T.Then():
                 row = T.min(self._column(segment, tile, group), T.int32(segment.projection.columns - 1))
                 for factor, scales in zip(factors, segment.projection.scales, strict=True):
-                    put(factor, of_row(scales, hold(row, "int32")) * T.float32(self.format.factor))
+                    put(factor, of_row(scales, hold(row, "int32")) * T.float32(self.factor))
         return [factor[0] for factor in factors]
 
     def _merge_together(self, state: Best) -> None:
@@ -502,6 +530,10 @@ class Stream:
         each = self.format.columns // 2
         for first in range(0, self.cut.row_blocks * self.cut.x_steps * self.each, each):
             for index, pair in enumerate(self.format.order([self.fragments[first + i] for i in range(each)])):
+                if self.one_row:
+                    pair = self.format.lifted(pair)
+                if self.one_row and self.cut.teams == 1:
+                    pair = T.Select(one_row.owned(self.format, self.at.lane, first // each % 4), pair, T.uint32(0))
                 put(self.fragments, pair, first + index)
 
     def _shared_word(self) -> Any:
@@ -522,6 +554,10 @@ class Stream:
                             place = [self.at.warp * cut.x_steps + step, index, row, lane % 4, v]
                             T.buffer_store(self.x_shared, self.fragments[first + v], place)
         do(T.cuda.cta_sync())
+        if self.one_row:
+            self.owned = register("uint32", 16, "x")
+            for index in range(16):
+                put(self.owned, T.uint32(0), index)
 
     def _x_word_of(self, block: int, step: int, index: int) -> Any:
         """The words of x, of up to 8 rows, that go with one word of weights."""
