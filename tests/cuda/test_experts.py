@@ -118,3 +118,16 @@ def test_two_steps_are_taken_at_once_where_that_leaves_all_warps_as_much_to_do(p
     assert cuts(plan_of("nvfp4", **large))[-1].together == 1
     assert cuts(plan_of("fp8 128x128", moe_intermediate_size=1024))[-1].together == 1
     assert replace(sizes, rows=17).together(16) == 1
+
+
+def test_tiles_of_few_rows_are_finished_by_a_warp_at_a_time(plan_of):
+    """While the others go on; with more rows by all, which wait for each other. Four bits have two groups of rows in a tile."""
+    for storage, rows, later, groups in (
+        ("nvfp4", 1, True, 2),
+        ("mxfp4", 8, True, 2),
+        ("fp8 per row", 8, True, 1),
+        ("nvfp4", 9, False, 1),
+    ):
+        plan = plan_of(storage, rows, hidden_size=2048)
+        *_, up, _ = cuts(plan)
+        assert ("bar_arrive" in source_of(plan), up.groups) == (later, groups), (storage, rows)

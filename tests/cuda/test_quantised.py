@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from circuitgraph.circuit.ir import Storage
@@ -65,6 +67,26 @@ def test_scales_and_bytes_are_arguments_and_words():
     source = source_of(plan_of({"lm_head": "nvfp4", "fc": "fp8 per row"}))
     for name, there in (("lm_head_scales", 1), ("lm_head_whole", 1), ("fc_scales", 1), ("fc_whole", 0), ("prmt", 1)):
         assert (name in source) == there, name
+
+
+@pytest.mark.parametrize("storage", ["nvfp4", "mxfp4"])
+def test_one_row_of_four_bits_has_its_scales_on_sums(storage):
+    """Then numbers are not multiplied: x alone is, by its norm's weight and to keep away from subnormals."""
+
+    def products(rows):
+        return source_of(plan_of({"lm_head": storage}, rows, **LARGE)).count("mul_half_rn_bf16x2(")
+
+    assert products(1) < 150 < 300 < products(2)
+
+
+def test_teams_without_a_tile_are_spread_over_blocks():
+    """384 tiles of q, k and v for 528 teams: three of every block have one, instead of all four of some. Those of a head, which
+    has more, are neighbours."""
+    names = [f"layer.attn.{name}_proj" for name in "qkv"]
+    kernels = source_of(plan_of({**dict.fromkeys(names, "nvfp4"), "lm_head": "nvfp4"}, 1, **LARGE)).split("__global__")
+    firsts = [re.search(r"tile_ptr\[0\] = (.*blockIdx.*>> 2.*|.*>> 2.*blockIdx.*);", kernel) for kernel in kernels]
+    few, many = (first[1] for first in firsts if first)
+    assert ("* 132)" in few, "* 132)" in many) == (True, False)
 
 
 def test_siblings_of_other_storage_go_apart():

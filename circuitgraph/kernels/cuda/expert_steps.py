@@ -19,7 +19,7 @@ class Product:
     def __init__(self, format: Format, lane: Any, rows: int):
         """rows: of x, at most."""
         self.format, self.lane = format, lane
-        self.one_row = one_row.one_row(format, rows)
+        self.one_row = one_row.fits(format, rows)
         self.factor = format.sums_factor if self.one_row else format.factor
         self.mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{format.kind}.{format.kind}.f32"
 
@@ -156,9 +156,7 @@ class Ring:
         return lines_of(self.scale_memory, [self.at.warp, slot], (self.lines, self.words), self.at.lane)
 
 
-def lines_of(
-    memory: Any, place: list[Any], scales: tuple[int, int], lane: Any, first: Any = 0, line: int = 0
-) -> list[Any]:
+def lines_of(memory: Any, place: list[Any], scales: tuple[int, int], lane: Any, first: Any = 0, line: int = 0) -> list[Any]:
     """The words with a lane's scales in both halves of 16 weight rows. memory: [*place, lines, words] words; scales: (lines,
     words of each) of a step, from the word `first` and the line `line` on."""
     lines, words = scales

@@ -137,7 +137,8 @@ class MixtureParams:
             steps = sizes.hidden // (warps * sizes.step)
             resident = sizes.row_blocks * steps * sizes.step // 8 <= self.registers
             beside = sizes.format.scaled == "numbers"
-            groups = 2 if beside and resident and sizes.rows <= 8 and (sizes.inner | sizes.shared) % 16 == 0 else 1
+            # Four bits leave a tile few bytes, beside what is done once for each.
+            groups = 2 if beside and resident and sizes.rows <= 8 else 1
             total = groups * steps
             rings = [stages for stages in range(2, self.stages + 4) if stages % total == 0 or total % stages == 0]
             rings = sorted(rings or [1], key=lambda stages: (abs(stages - self.stages), stages))

@@ -18,7 +18,6 @@ from .formats import Format
 from .route import Choosing, memory_views, seen_as
 from .values import do, hold, load, put, register, sigmoid, silu, store, zeros
 
-
 SUMS_LEFT, SUMS_READ = 1, 3
 """Numbers of barriers."""
 

@@ -34,7 +34,8 @@ LEFT_TO_SUMS = {("nvfp4", "bf16"): 10, ("mxfp4", "bf16"): 60, ("fp8", "f16"): 8,
 multiplication then."""
 
 LIFT = {"bf16": 60, "f16": 0}
-"""Of two: what x is multiplied by where numbers stay too small, so that products do not end among the subnormals of fp32."""
+"""Of two: what x is multiplied by where numbers stay too small, so that products do not end among the subnormals of fp32. An x
+of 2^67 and more turns infinite."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Format:
 
     @property
     def sums_factor(self) -> float:
-        """The same where the scales of a 4-bit format are multiplied with sums, and x is `lifted`."""
+        """The same where scales are multiplied with sums, and x is `lifted`: see `one_row`."""
         left = POWER_OF_E2M1[self.kind] - LIFT[self.kind]
         return 2.0 ** (left + (POWER_OF_E4M3["f16"] if self.name == "nvfp4" else 0))
 

@@ -16,8 +16,8 @@ from .formats import Format
 from .values import do, from_lane, hold, put, register, zeros
 
 
-def one_row(format: Format, rows: int) -> bool:
-    """Is this what multiplies them?"""
+def fits(format: Format, rows: int) -> bool:
+    """Are so many rows multiplied like this?"""
     return rows == 1 and format.scaled == "numbers"
 
 

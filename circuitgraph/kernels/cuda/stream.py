@@ -7,7 +7,8 @@ ring in shared memory, so the stream needs no barrier; in bf16, 16 weights x 32 
 ring is filled before the kernel waits for its predecessor: weights do not depend on it.
 
 Quantised weights (see `formats`) have 64 or 128 columns a step, which are decoded between ring and `mma`. Scales of blocks
-are fetched once a tile, for the next one: `stream_scales`.
+are fetched once a tile, for the next one: `stream_scales`. Those of four bits are multiplied with numbers, and with sums where
+there is one row: `one_row`.
 
 Where a warp's share of a tile would be short, the block's warps are parted into teams, each of which takes tiles of its own:
 then fewer warps wait for each other, and the others go on meanwhile. x lies in shared memory then, since one of fewer warps
@@ -175,7 +176,7 @@ class Stream:
         self.env, self.cut, self.x, self.kind, self.norm = env, cut, x, kind, norm
         scales = projections[0].scales[0]
         self.format = Format(kind, scales.storage if scales else None, architecture_of(env.plan).multiply)
-        self.one_row = one_row.one_row(self.format, cut.rows)
+        self.one_row = one_row.fits(self.format, cut.rows)
         self.factor = self.format.sums_factor if self.one_row else self.format.factor
         self.mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
         self.matrices = len(projections[0].weights)
