@@ -121,11 +121,11 @@ def test_two_steps_are_taken_at_once_where_that_leaves_all_warps_as_much_to_do(p
 
 
 def test_tiles_of_few_rows_are_finished_by_a_warp_at_a_time(plan_of):
-    """While the others go on; with more rows by all, which wait for each other. Four bits have two groups of rows in a tile."""
+    """Of four bits, while the others go on; else by all, which wait for each other. Four bits have two groups in a tile, too."""
     for storage, rows, later, groups in (
         ("nvfp4", 1, True, 2),
         ("mxfp4", 8, True, 2),
-        ("fp8 per row", 8, True, 1),
+        ("fp8 per row", 8, False, 1),
         ("nvfp4", 9, False, 1),
     ):
         plan = plan_of(storage, rows, hidden_size=2048)

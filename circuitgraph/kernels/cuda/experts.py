@@ -3,8 +3,8 @@
 `Up` (experts_up.py): every block chooses the rows' experts from the router's logits, all alike, and lists the experts that are
 chosen with their rows (expert_groups.py). Then blocks take tile after tile of 8 rows of gate and 8 of up, first of the shared
 expert, whose weights are known before the kernel waits for its predecessor, then of the listed ones, and leave
-share * silu(gate) * up. Of few rows, a warp does that for all while the others have the next tile's weights: a tile is short, and
-waiting for each other would take a fifth of its time.
+share * silu(gate) * up. Of few rows and weights of four bits, a warp does that for all while the others have the next tile's
+weights: a tile is short, and they would wait for each other.
 `Down` (experts_down.py): a block makes 16 columns of the result. Its warps go through the same 16 weight rows of all listed
 experts, a step at a time, and add up in registers: every row's sum has the order of its experts' numbers, whatever rows are
 beside it.

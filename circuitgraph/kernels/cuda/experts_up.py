@@ -56,7 +56,7 @@ class Up:
         self.high = cut.groups * 8  # rows of gate, and of up, in a tile
         self.shared_tiles, self.expert_tiles = sizes.shared // self.high, sizes.inner // self.high
         self.tiles_ahead = cut.tiles_ahead
-        self.later = sizes.rows <= 8 and cut.buffers == 2 and cut.warps > 2
+        self.later = format.scaled == "numbers" and sizes.rows <= 8 and cut.buffers == 2 and cut.warps > 2
         self.blocks = min(env.processors, self.shared_tiles + sizes.most * self.expert_tiles)
 
     def emit(self, x: Any, logits: Any, gate: Any) -> None:
