@@ -171,7 +171,7 @@ def of_block(parts: int, part: int, place: Any) -> Any:
     return value[0]
 
 
-def some_of_block(parts: int, part: int, place: Any, count: int) -> Any:
+def some_of_block(parts: int, part: int, place: Any, count: int) -> list[Any]:
     """Two or four floats that lie there and behind; see `of_block`."""
     values, address = register("float32", count), register("uint32")
     targets = [values[i] for i in range(count)]
@@ -181,4 +181,4 @@ def some_of_block(parts: int, part: int, place: Any, count: int) -> Any:
         window = T.cuda.cvta_generic_to_shared(place)
         do(T.ptx.mapa.shared__cluster.u32(address[0], window, T.uint32(part)))
         do(T.ptx[f"ld.shared::cluster.v{count}.f32"](*targets, address[0]))
-    return values
+    return targets
