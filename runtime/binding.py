@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -77,10 +78,12 @@ def bind_weights(
     if manifest.weight_file is not None:
         folders["artifact"] = artifact.folder / manifest.weight_file  # itself: what lies beside it was not verified
     given = dict(weights or {})
+    tied = _ties(folders.get("host")) if any(spec.either for spec in manifest.weights.values()) else None
     wanted: dict[str, dict[str, WeightSpec]] = {}
     for name, spec in manifest.weights.items():
         if name not in given:
-            wanted.setdefault(spec.source, {})[name] = spec
+            either = spec.either if tied is not None else None
+            wanted.setdefault(spec.source, {})[name] = replace(spec, tensor=either[bool(tied)]) if either else spec
     for source, folder in folders.items():
         given.update(_from_folder(folder, wanted.get(source, {}), device))
     given.update(_made_up(manifest.circuit, wanted.get("random", {}), seed, device))
@@ -181,6 +184,17 @@ def _check_config(model: Path, digest: str, what: str) -> None:
         hint = "Compile again for this model, or give the folder of the other."
         expected = f"config digest {compiled}"
         raise CheckpointError(Fault(f"is not the {what}", where=str(file), expected=expected, got=found, hint=hint))
+
+
+def _ties(target: Path | None) -> bool | None:
+    """Whether the target's lm_head is its embedding: what compiling would have asked, had it been given this folder. A stray
+    lm_head in the file is none then. None where no config says."""
+    folder = target if target is None or target.is_dir() else target.parent
+    if folder is None or not (folder / "config.json").is_file():
+        return None
+    from circuitgraph.checkpoint.config import read_raw, ties
+
+    return ties(read_raw(folder))
 
 
 def _from_folder(folder: Path, specs: Mapping[str, WeightSpec], device: torch.device) -> dict[str, torch.Tensor]:

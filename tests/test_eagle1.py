@@ -17,11 +17,11 @@ from tests.fixture_cases import FIXTURES, Cases, Interpreted, fixture_tensors, t
 NAME = "eagle1_llama"
 
 
-def head_with_bias(folder: Path, values: torch.Tensor, says: bool | None) -> Path:
-    """The fixture's head with a bias in the file; the config's `bias` as given, None: without the key, as Llama-2's."""
+def head_with_bias(folder: Path, values: torch.Tensor | None, says: bool | None) -> Path:
+    """The fixture's head with a bias in the file, None: without; the config's `bias` as given, None: without, as Llama-2's."""
     shutil.copytree(FIXTURES / NAME, folder)
     tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, "fc.bias": values}, folder / "model.safetensors")
+    save_file(tensors if values is None else {**tensors, "fc.bias": values}, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     del config["bias"]
     if says is not None:
@@ -64,10 +64,15 @@ def test_a_bias_that_the_config_denies_is_refused(tmp_path: Path) -> None:
 def test_a_bias_that_the_config_promises_is_missed(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / NAME, tmp_path / "head")
     config = json.loads((tmp_path / "head" / "config.json").read_text())
-    del config["bias"]
-    (tmp_path / "head" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "head" / "config.json").write_text(json.dumps({**config, "bias": True}))
     with pytest.raises(CheckpointError, match=r"no tensor for weight 'fc_bias_vector'; expected 'fc.bias'"):
         bind("auto", model=tmp_path / "head", target_model=target_of(NAME))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_config_without_a_word_about_the_bias_leaves_it_to_the_file(bias: bool, tmp_path: Path) -> None:
+    model = head_with_bias(tmp_path / "head", torch.zeros(128, dtype=torch.bfloat16) if bias else None, None)
+    assert bind("auto", model=model, target_model=target_of(NAME)).switches["fc_bias"] is bias
 
 
 def test_the_heads_own_copy_of_the_embedding_is_used_where_there_is_no_target() -> None:

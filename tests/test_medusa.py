@@ -68,6 +68,32 @@ def test_a_wrong_head_is_noticed(wrong: str) -> None:
     assert (logits[0] - want["a.logits"]).abs().max() > 0.05
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"sliding_window": 4096, "max_position_embeddings": 32768},
+        {"rope_scaling": {"rope_type": "proportional"}},
+        {"num_attention_heads": 7, "num_key_value_heads": 3},
+        {"hidden_size": None, "vocab_size": None, "text_config": {"hidden_size": 64, "vocab_size": 512}},
+    ],
+    ids=["window", "rope", "heads", "nested"],
+)
+def test_heads_need_no_more_of_the_target_than_its_sizes(changed: dict, tmp_path: Path) -> None:
+    """Its attention is not theirs, and of its files only the config is read."""
+    model = shutil.copytree(FOLDER, tmp_path / "heads")
+    (model / "target/model.safetensors").unlink()
+    file = model / "target/config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    assert bind("auto", model=model).circuit == bound()[0].circuit
+
+
+def test_a_size_that_the_target_lacks_is_missed_in_the_targets_file(tmp_path: Path) -> None:
+    model = shutil.copytree(FOLDER, tmp_path / "heads")
+    (model / "target/config.json").write_text('{"hidden_size": "64", "vocab_size": 512}')
+    with pytest.raises(CheckpointError, match=r"target/config.json: hidden_size: the value is of the wrong kind; .*; got '64'"):
+        bind("auto", model=model)
+
+
 def test_heads_of_two_residual_blocks(tmp_path: Path) -> None:
     """The depth follows from the file; a second block of zeros adds nothing, since silu(0) is 0."""
     model = shutil.copytree(FOLDER, tmp_path / "heads")

@@ -81,6 +81,17 @@ def test_fused_experts_are_the_same_model(tmp_path: Path) -> None:
     assert weights["layer.ffn.gate"].shape == (8, 64, 64)
 
 
+def test_experts_one_by_one_are_known_from_the_file(tmp_path: Path) -> None:
+    """FP8 releases of Qwen3.5 MoE have them so."""
+    model = shutil.copytree(QWEN, tmp_path / "m")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_5_moe_text"}))
+    bound = bind("auto", model=model)
+    assert (bound.family, bound.switches["experts"]) == ("qwen3_5_moe_mtp", "apart")
+    weights, plain = bound.load_weights(), bind("auto", model=QWEN).load_weights()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in plain.items())
+
+
 # -- loading -------------------------------------------------------------------------------------------------------
 
 

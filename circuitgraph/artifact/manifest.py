@@ -106,6 +106,8 @@ class WeightSpec:
     stored: the checkpoint's dtype where compiling asked for another one; empty where it is `dtype`.
     packed: how the file stores a quantised weight, of which `tensor` has the values. Loading dequantises it to `dtype`, or,
         with `storage`, brings it to the form that the code reads.
+    either: of a host's tensor that some targets tie to another, its names in a target that does not and in one that does;
+        `tensor` is the one that the drafter's own config says.
     """
 
     dtype: str
@@ -115,6 +117,7 @@ class WeightSpec:
     stored: str = ""
     packed: Packed | None = None
     storage: Storage | None = None
+    either: tuple[str, str] | None = None
 
     def weight(self, name: str) -> Weight:
         """As the weight `name` of a circuit."""
@@ -123,7 +126,9 @@ class WeightSpec:
     def to_json(self) -> dict[str, Any]:
         data = {**vars(self), "shape": list(self.shape)}
         quantised = {key: data.pop(key) for key in ("packed", "storage")}
-        return {**data, **{key: value.to_json() for key, value in quantised.items() if value is not None}}
+        either = data.pop("either")
+        data.update({key: value.to_json() for key, value in quantised.items() if value is not None})
+        return {**data, "either": list(either)} if either is not None else data
 
 
 @dataclass(frozen=True)
@@ -376,7 +381,15 @@ def _read_weight(reader: Reader) -> WeightSpec:
         stored=reader.value("stored", str, ("", *DTYPES)),
         packed=_read_packed(reader.inner("packed")) if "packed" in reader.data else None,
         storage=_read_storage(storage, TensorType(dtype, shape)) if storage else None,
+        either=_read_either(reader) if "either" in reader.data else None,
     )
+
+
+def _read_either(reader: Reader) -> tuple[str, str]:
+    names = reader.items("either", str)
+    if len(names) != 2:
+        reader.refuse("either", "is not two names", got=str(names))
+    return names[0], names[1]
 
 
 def _read_storage(reader: Reader, weight: TensorType) -> Storage:

@@ -7,18 +7,29 @@ prefixes is used, or waived by the family file with a reason. All faults of a ch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..circuit.ir import Circuit, Weight
 from ..circuit.types import FLOAT_DTYPES
 from ..errors import CheckpointError, Fault, did_you_mean
-from .config import ModelConfig, find_value, scale_block
+from .config import ModelConfig, scale_block, ties
 from .family import Family, filled, layers_found
 from .files import TensorFiles
 from .model import Model
 from .packed import Packed
-from .stored import CACHE_SCALES, FP8_BLOCK, Stored, companions, foreign_format, held_name, owners, read_stored, read_table
+from .stored import (
+    CACHE_SCALES,
+    FP8_BLOCK,
+    Stored,
+    companions,
+    foreign_format,
+    held_name,
+    owners,
+    read_stored,
+    read_table,
+    spellings,
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,7 @@ class TensorRef:
     when it loads; `random` is made up. status: `used`, `borrowed` (the target's own), `tied` (borrowed, and standing
     in for another). dtype is the stored one; the circuit's may differ when `wt` asked for a conversion. packed: how a
     quantised one is stored under this name; dtype is then what it is dequantised to, where it does not stay quantised.
+    either: of a host's tensor that is tied in some targets, its names in one that does not tie, and in one that does.
     """
 
     name: str
@@ -38,6 +50,7 @@ class TensorRef:
     shape: tuple[int, ...]
     file: Path | None = None
     packed: Packed | None = None
+    either: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -153,20 +166,38 @@ class Account:
                 continue
             name = next((name for name in names if held_name(model.tensors, name)), None)
             if name is not None:
+                self._refuse_strays(weight, [name, *self._names(weight.name)], model)
                 return self._held(weight, name, model, source, status)
-        holder = self.model.target or self.model
-        if holder.tensors is None:
+        if self.model.tensors is None:  # a config alone, for which nothing real is to be had
             return self._made(weight, names[0], "random", status)
         if self.model.target is None and self.family.file.stored == "alone":
             self.notes[weight.name] = "the target's tensor, handed over at load"
-            return self._made(weight, names[0], "host", status)
+            either = (self._names(weight.name)[0], self._names(decl.tied_to)[0]) if decl.tied_to else None
+            return replace(self._made(weight, names[0], "host", status), either=either)
+        holder = self.model.target or self.model
+        assert holder.tensors is not None
         self._missing(weight, names, holder.tensors)
         return None
+
+    def _refuse_strays(self, weight: Weight, names: list[str], model: Model) -> None:
+        """A fault for what lies in the module of a borrowed weight and is none of its tensors: a bias of lm_head, say.
+
+        Of the drafter's own modules every tensor is accounted for anyhow; of the target's these are all that is looked at.
+        """
+        assert model.tensors is not None
+        known = {tensor for name in names for tensor in (*spellings(name), *companions(name))}
+        modules = tuple(f"{name.removesuffix('.weight')}." for name in names if name.endswith(".weight"))
+        for other in sorted(model.tensors.names):
+            if other.startswith(modules) and other not in known:
+                hint = f"The target computes something else than program '{self.circuit.name}' would."
+                self.faults.append(
+                    Fault(f"belongs to '{weight.name}', and no program uses it", str(model.path), other, hint=hint)
+                )
 
     def _target_ties(self) -> bool:
         if self.model.target is None:
             return self.config.values["tie_word_embeddings"]
-        return bool(find_value(self.model.target.config, "text_config", "tie_word_embeddings"))
+        return ties(self.model.target.config)
 
     def _made(self, weight: Weight, name: str, source: str, status: str) -> TensorRef:
         dtype = self.made_dtypes[source] if weight.type.dtype in FLOAT_DTYPES else weight.type.dtype

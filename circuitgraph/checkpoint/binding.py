@@ -24,8 +24,9 @@ from ..ops.base import TORCH_DTYPES
 from ..places import shipped_programs
 from ..runtime.rope import RopeSpec, rope_tables
 from .account import Account, ReportRow, TensorRef
-from .config import ModelConfig, RawConfig, read_raw
+from .config import TEXT, ModelConfig, RawConfig, check_quantisation, find_value, read_raw
 from .family import Family, default_family, load_family, recognise
+from .files import TensorFiles
 from .made import Made, carried_tensors
 from .model import Model, open_checkpoint
 from .provide import made_up, read_tensors, read_weights
@@ -93,7 +94,7 @@ class BoundProgram:
             if weight.name in self.made and ref.source != "random":
                 specs[weight.name] = self.made[weight.name].spec(weight)
                 continue
-            specs[weight.name] = WeightSpec(dtype, shape, ref.name, ref.source, stored, ref.packed, weight.storage)
+            specs[weight.name] = WeightSpec(dtype, shape, ref.name, ref.source, stored, ref.packed, weight.storage, ref.either)
         return specs
 
     def load_weights(
@@ -186,7 +187,8 @@ def load_circuit(
         dims = dict(raw.data) if raw else {}
         return resolve(load_program(program), Bindings(dims, switches or {}, act, wt, kv))
     loaded = load_program(program)
-    settings = chosen.read_config(raw or RawConfig(chosen.file.example, f"the example of family '{chosen.name}'"))
+    raw = raw or RawConfig(chosen.file.example, f"the example of family '{chosen.name}'")
+    settings = chosen.read_config(raw, attention=_attends(loaded))
     _check_values(loaded, chosen, settings)
     bindings = Bindings(settings.values, _decide(loaded, chosen, settings, switches), act, wt, kv)
     circuit = _resolved(loaded, bindings, settings, shipped=_program_name(program) is not None)
@@ -236,15 +238,16 @@ def bind(
     Raises:
         ProgramError, CheckpointError: every fault of the stage that failed, each located.
     """
-    opened = model if isinstance(model, Model) else open_checkpoint(model, target_model)
+    opened = model if isinstance(model, Model) else open_checkpoint(model)
     wanted = None if str(program) == "auto" else program
     chosen = load_family(family) if family is not None else recognise(opened.config, _program_name(wanted))
     loaded = load_program(wanted or chosen.file.program)
-    opened = _with_target(opened, chosen)
-    config = chosen.counted(chosen.read_config(chosen.own_config(opened)), opened.tensors)
+    opened = _with_target(opened, chosen, target_model)
+    config = chosen.read_config(chosen.own_config(opened), attention=_attends(loaded))
+    config = chosen.counted(config, opened.tensors)
     _check_values(loaded, chosen, config)
-    _check_target(opened, config)
-    decided = _decide(loaded, chosen, config, switches)
+    _check_target(opened, chosen, config)
+    decided = _decide(loaded, chosen, config, switches, opened.tensors)
     bindings = Bindings(config.values, decided, act, wt, kv or act)
     circuit = _resolved(loaded, bindings, config, shipped=wanted is None or _program_name(wanted) is not None)
     _check_block(circuit, chosen, config)
@@ -254,7 +257,7 @@ def bind(
     own = {name: ref.dtype for name, ref in refs.items()} if wt is None else {}
     bindings = replace(bindings, act=act, kv=kv or act, weight_dtypes=own)
     circuit = resolve(loaded, bindings)
-    rope = {table.name: config.rope for table in circuit.tables if table.kind == "rope"}
+    rope = {table.name: config.rope for table in circuit.tables if table.kind == "rope" and config.rope is not None}
     circuit = circuit.with_storage(_storage(circuit, refs, keep_packed))
     return BoundProgram(loaded.name, chosen.name, circuit, decided, refs, rope, config, opened, rows)
 
@@ -311,10 +314,14 @@ def _family_without_checkpoint(program: str | Path, family: str | Path | None, r
 
 
 def _decide(
-    program: Program, family: Family, config: ModelConfig, given: Mapping[str, SwitchValue] | None
+    program: Program,
+    family: Family,
+    config: ModelConfig,
+    given: Mapping[str, SwitchValue] | None,
+    tensors: TensorFiles | None = None,
 ) -> dict[str, SwitchValue]:
     """The family's switches, `given` over them. A program that was printed has facts where others have switches."""
-    decided = {**family.switches(config), **(given or {})}
+    decided = {**family.switches(config, tensors), **(given or {})}
     space, facts = program.file.switches, program.file.facts
     faults = [
         Fault(
@@ -330,6 +337,13 @@ def _decide(
     if faults:
         raise ProgramError(faults)
     return {name: value for name, value in decided.items() if name in space or name in (given or {})}
+
+
+def _attends(program: Program) -> bool:
+    """Whether a program has use for what a config says of attention."""
+    file = program.file
+    asked = {*file.dims.values(), *file.params.values()}
+    return bool(file.tables) or not asked.isdisjoint(("num_attention_heads", "num_key_value_heads", "head_dim", "rotary_dim"))
 
 
 def _check_values(program: Program, family: Family, config: ModelConfig) -> None:
@@ -383,22 +397,35 @@ def _resolved(program: Program, bindings: Bindings, config: ModelConfig, *, ship
         raise ProgramError([replace(fault, hint=fault.hint or hint) for fault in error.faults]) from None
 
 
-def _with_target(model: Model, family: Family) -> Model:
-    """The target that the drafter's own config names, when it is a folder beside the drafter."""
-    if model.target is not None or family.file.target is None or model.tensors is None:
+def _with_target(model: Model, family: Family, given: str | Path | None) -> Model:
+    """`model` with the target that is given, else with the one that its own config names, when that is a folder beside it.
+
+    The tensors of a target that lends none are not looked at, so they need not be there.
+    """
+    if model.target is not None:
         return model
-    name = model.config.get(family.file.target)
-    folder = model.path / str(name) if name else None
-    return replace(model, target=open_checkpoint(folder)) if folder is not None and folder.is_dir() else model
+    if given is None:
+        name = model.config.get(family.file.target) if family.file.target and model.tensors is not None else None
+        folder = model.path / str(name) if name else None
+        if folder is None or not folder.is_dir():
+            return model
+        given = folder
+    return replace(model, target=open_checkpoint(given, config_only=not family.file.borrowed))
 
 
-def _check_target(model: Model, config: ModelConfig) -> None:
+def _check_target(model: Model, family: Family, config: ModelConfig) -> None:
     if model.target is None:
         return
+    if family.file.borrowed and model.tensors is not None and model.target.tensors is None:
+        expected = f"the target's folder, for {' and '.join(family.file.borrowed)}"
+        hint = "Give it, or leave it out (--target-model) and hand these tensors over when the artifact is loaded."
+        raise CheckpointError(Fault("a config has no weights to lend", str(model.target.path), None, expected, hint=hint))
+    family.check_layers(config, model.target.config)
+    if family.file.borrowed:
+        check_quantisation(model.target.config)
     faults = []
     for key in ("hidden_size", "vocab_size"):
-        value = model.target.config.get(key)
-        value = model.target.config.get(f"text_config.{key}") if value is None else value
+        value = find_value(model.target.config, TEXT, key)
         if value != config.values[key]:
             expected = f"{config.values[key]} as in {config.raw.file}"
             hint = "This drafter belongs to another target."

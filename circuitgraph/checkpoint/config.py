@@ -8,7 +8,7 @@ keys that nobody asks for are left alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ from typing import Any
 from ..errors import CheckpointError, Fault, did_you_mean
 from ..runtime.rope import RopeSpec, yarn_mscale
 from .rope_config import read_rope
+
+TEXT = "text_config"
+"""The section of the text model in configs of models that also see or hear."""
 
 ANY_HEAD = 1024
 """Stands in for the columns of a head that a config does not tell: no share of it gives another fault."""
@@ -42,13 +45,14 @@ class RawConfig:
 class ModelConfig:
     """A config seen from one of its sections.
 
-    values: every plain value of the section under its own key, and the canonical ones (see `canonical`) over them.
+    values: every plain value of the section, and of the top level where the section lacks it, under its own key, and the
+    canonical ones (see `read_config`) over them. rope is None where nobody asked for attention.
     """
 
     raw: RawConfig
     section: str
     values: Mapping[str, Any]
-    rope: RopeSpec
+    rope: RopeSpec | None
 
     def find(self, key: str) -> Any:
         """A key of the section, else of the whole file; None where absent or null."""
@@ -88,11 +92,24 @@ def read_raw(source: str | Path | Mapping[str, Any] | RawConfig) -> RawConfig:
     return RawConfig(data, str(path))
 
 
-def read_config(source: str | Path | Mapping[str, Any] | RawConfig, sections: Sequence[str] = ("",)) -> ModelConfig:
+def read_config(
+    source: str | Path | Mapping[str, Any] | RawConfig,
+    sections: Sequence[str] = ("",),
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    required: Collection[str] = (),
+    attention: bool = True,
+) -> ModelConfig:
     """Read the first of `sections` (dotted keys, "" is the top level) that the config has.
 
-    The canonical values: hidden_size, num_attention_heads, num_key_value_heads, head_dim, rotary_dim, vocab_size,
-    attention_scale, tie_word_embeddings; where given: intermediate_size, rms_norm_eps, max_position_embeddings.
+    The canonical values: hidden_size, vocab_size, tie_word_embeddings; with `attention` num_attention_heads,
+    num_key_value_heads, head_dim, rotary_dim, attention_scale; where given: intermediate_size, rms_norm_eps,
+    max_position_embeddings.
+
+    Args:
+        defaults: what a key means that the config lacks, where that is not what most models mean. required: keys that
+            have no default.
+        attention: without it nothing about heads and RoPE is read, and so nothing about them refused.
 
     Raises:
         CheckpointError: every value that is absent, of the wrong kind, or at odds with another.
@@ -102,31 +119,32 @@ def read_config(source: str | Path | Mapping[str, Any] | RawConfig, sections: Se
     if section is None:
         expected = " or ".join(f"'{name}'" for name in sections)
         raise CheckpointError(Fault("the config has no section for the drafter", where=raw.file, expected=expected))
-    reader = ConfigReader(raw, section)
-    values = {key: value for key, value in raw.get(section).items() if isinstance(value, bool | int | float | str)}
-    heads = reader.count("num_attention_heads")
-    hidden = reader.count("hidden_size")
-    values["num_attention_heads"], values["hidden_size"] = heads, hidden
-    values["vocab_size"] = reader.count("vocab_size")
-    values["num_key_value_heads"] = reader.count("num_key_value_heads", heads)
-    head_dim = reader.head_dim(hidden, heads)
-    latent = reader.get("qk_rope_head_dim") is not None  # multi-head latent attention: a part of each head is rotated
-    rope = read_rope(reader, reader.count("qk_rope_head_dim", stand_in=ANY_HEAD) if latent else head_dim)
-    values["head_dim"], values["rotary_dim"] = head_dim, rope.dim
-    values["attention_scale"] = head_dim**-0.5
-    if latent:
-        # YaRN's amplitude goes into the scale, squared, instead of into the rotation, which covers only a part of the head.
-        scaling = dict(rope.scaling)
-        amplitude = yarn_mscale(scaling.get("factor", 1.0), scaling.get("mscale_all_dim", 0.0))
-        values["attention_scale"] = (reader.count("qk_nope_head_dim") + rope.dim) ** -0.5 * amplitude**2
+    reader = ConfigReader(raw, section, defaults or {}, required)
+    values = {**_plain(raw.data), **_plain(raw.get(section))}
+    heads = reader.count("num_attention_heads") if attention else None
+    values["hidden_size"], values["vocab_size"] = reader.count("hidden_size"), reader.count("vocab_size")
+    rope = None
+    if heads is not None:
+        values["num_attention_heads"] = heads
+        values["num_key_value_heads"] = reader.count("num_key_value_heads", heads)
+        head_dim = reader.head_dim(values["hidden_size"], heads)
+        latent = reader.get("qk_rope_head_dim") is not None  # multi-head latent attention: a part of each head is rotated
+        rope = read_rope(reader, reader.count("qk_rope_head_dim", stand_in=ANY_HEAD) if latent else head_dim)
+        values["head_dim"], values["rotary_dim"] = head_dim, rope.dim
+        values["attention_scale"] = head_dim**-0.5
+        if latent:
+            # YaRN's amplitude goes into the scale, squared, instead of into the rotation, which covers only a part of the head.
+            scaling = dict(rope.scaling)
+            amplitude = yarn_mscale(scaling.get("factor", 1.0), scaling.get("mscale_all_dim", 0.0))
+            values["attention_scale"] = (reader.count("qk_nope_head_dim") + rope.dim) ** -0.5 * amplitude**2
     for key in ("intermediate_size", "max_position_embeddings"):
         if reader.get(key) is not None:
             values[key] = reader.count(key)
     if reader.get("rms_norm_eps") is not None:
         values["rms_norm_eps"] = reader.number("rms_norm_eps", reader.get("rms_norm_eps"))
-    values["tie_word_embeddings"] = reader.flag("tie_word_embeddings", False)
+    values["tie_word_embeddings"] = reader.ties()
     sound = not reader.refused("num_attention_heads") and not reader.refused("num_key_value_heads")
-    if sound and heads % values["num_key_value_heads"]:
+    if heads is not None and sound and heads % values["num_key_value_heads"]:
         expected = f"a divisor of num_attention_heads ({heads})"
         reader.refuse("num_key_value_heads", "query heads do not split evenly", expected, values["num_key_value_heads"])
     if reader.faults:
@@ -134,10 +152,27 @@ def read_config(source: str | Path | Mapping[str, Any] | RawConfig, sections: Se
     return ModelConfig(raw, section, values, rope)
 
 
+def _plain(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in section.items() if isinstance(value, bool | int | float | str)}
+
+
 def find_value(raw: RawConfig, section: str, key: str) -> Any:
     """A key of a section, else of the whole file: the one rule for keys that may stand in both. None where absent or null."""
     value = raw.get(f"{section}.{key}") if section else None
     return raw.get(key) if value is None else value
+
+
+def ties(raw: RawConfig) -> bool:
+    """Whether a model's lm_head is its embedding.
+
+    Raises:
+        CheckpointError: the config does not say it by true or false, or says both.
+    """
+    reader = ConfigReader(raw, TEXT if isinstance(raw.get(TEXT), Mapping) else "")
+    tied = reader.ties()
+    if reader.faults:
+        raise CheckpointError(reader.faults)
+    return tied
 
 
 def scale_block(raw: RawConfig) -> tuple[int, int] | None:
@@ -148,7 +183,7 @@ def scale_block(raw: RawConfig) -> tuple[int, int] | None:
     Raises:
         CheckpointError: not two positive integers.
     """
-    for section in ("quantization_config", "text_config.quantization_config", "compression_config"):
+    for section in _QUANTISATION:
         found = {f"{section}.weight_block_size": raw.get(f"{section}.weight_block_size")}
         groups = raw.get(f"{section}.config_groups")
         for name in groups if isinstance(groups, Mapping) else ():
@@ -165,12 +200,29 @@ def scale_block(raw: RawConfig) -> tuple[int, int] | None:
     return None
 
 
+_QUANTISATION = ("quantization_config", f"{TEXT}.quantization_config", "compression_config")
+
+
+def check_quantisation(raw: RawConfig) -> None:
+    """Raises CheckpointError where activations are transformed before a product (compressed-tensors' Hadamard rotations): the
+    stored weights are then of another basis, and nothing in them shows it."""
+    for section in _QUANTISATION:
+        key = f"{section}.transform_config"
+        transforms = raw.get(key)
+        if transforms:
+            hint = "Use an export of the model without transforms."
+            message = "activations are transformed while the model runs, which no program does"
+            raise CheckpointError(Fault(message, where=raw.file, subject=key, expected="none", got=repr(transforms), hint=hint))
+
+
 @dataclass
 class ConfigReader:
     """Looks values up and collects what is wrong; after a fault a harmless value stands in."""
 
     raw: RawConfig
     section: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    required: Collection[str] = ()
     faults: list[Fault] = field(default_factory=list)
 
     def refuse(self, key: str, message: str, expected: str | None = None, got: Any = None, hint: str | None = None) -> None:
@@ -186,9 +238,13 @@ class ConfigReader:
     def get(self, key: str) -> Any:
         return find_value(self.raw, self.section, key)
 
+    def default(self, key: str, usual: Any) -> Any:
+        """What a key means that the config lacks: this model's own default, else the usual one; None for "it must be there"."""
+        return None if key in self.required else self.defaults.get(key, usual)
+
     def count(self, key: str, default: int | None = None, *, stand_in: int = 1) -> int:
         value = self.get(key)
-        value = default if value is None else value
+        value = self.default(key, default) if value is None else value
         if value is None:
             section = self.raw.get(self.section)
             near = _near(key, [name for name in section if isinstance(name, str) and name != key])
@@ -213,9 +269,18 @@ class ConfigReader:
             self.refuse(key, "the value is of the wrong kind", "true or false", value)
         return value if isinstance(value, bool) else default
 
+    def ties(self) -> bool:
+        """tie_word_embeddings, which configs with a text model inside may say twice: then engines differ in whom they believe."""
+        tied, top = self.flag("tie_word_embeddings", False), self.raw.get("tie_word_embeddings")
+        if self.section == TEXT and isinstance(top, bool) and top != tied:
+            hint = "Is lm_head the embedding? Correct the one that is wrong."
+            expected = f"{str(top).lower()} as at the top of the file"
+            self.refuse("tie_word_embeddings", "the config gives two values", expected, tied, hint)
+        return tied
+
     def head_dim(self, hidden: int, heads: int) -> int:
         """After a fault a stand-in that raises no other."""
-        if self.get("head_dim") is not None:
+        if self.get("head_dim") is not None or "head_dim" in (*self.defaults, *self.required):
             return self.count("head_dim", stand_in=ANY_HEAD)
         if self.faults:
             return ANY_HEAD

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +16,10 @@ from ..errors import CheckpointError, Fault, ProgramError, did_you_mean
 from ..language.schema import SwitchValue
 from ..language.source import Places, read_yaml
 from ..places import PROGRAMS
-from .config import ModelConfig, RawConfig, read_config
+from .config import TEXT, ConfigReader, ModelConfig, RawConfig, check_quantisation, find_value, read_config
 from .files import TensorFiles
 from .model import Model
+from .stored import spellings
 
 FAMILIES = PROGRAMS / "families"
 
@@ -29,17 +31,32 @@ class _Strict(BaseModel):
 
 
 class ConfigSwitch(_Strict):
-    """A switch whose value a config key gives, `default` where the key is absent."""
+    """A switch that is decided by a config key; where the config lacks it, by whether the file has a `tensor`: `held` or
+    `absent`; `default` where there is neither key nor file."""
 
-    config: str
+    config: str | None = None
+    tensor: str | None = None
+    held: SwitchValue | None = None
+    absent: SwitchValue | None = None
     default: SwitchValue
 
 
 class ItemsDecl(_Strict):
-    """The items of a config's list of whole numbers, as a text with spaces between them; `otherwise` without a list."""
+    """Layers of the target: a config's list of whole numbers, as a text with spaces between them; `otherwise` without one.
 
-    items: str
+    items: the keys that may have the list; where several do, they agree. exactly: how many items it has. layers: the key
+    that says how many layers the target has, of which the highest is `last` from there.
+    """
+
+    items: str | list[str]
     otherwise: str | None = None
+    exactly: StrictInt | None = None
+    layers: str | None = None
+    last: StrictInt = -1
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return _listed(self.items)
 
 
 class CountDecl(_Strict):
@@ -84,8 +101,9 @@ class FamilyFile(_Strict):
     sizes: Literal["own", "target"] = "own"
     counts: dict[str, str] = Field(default_factory=dict)
     values: dict[str, StrictInt | float | StrictStr | ItemsDecl | CountDecl] = Field(default_factory=dict)
+    required: list[str] = Field(default_factory=list)
     target: str | None = None
-    supports: dict[str, list[ConfigValue]] = Field(default_factory=dict)
+    supports: dict[str, list[ConfigValue] | Literal["absent"]] = Field(default_factory=dict)
     switches: dict[str, SwitchValue | ConfigSwitch] = Field(default_factory=dict)
     layer: LayerDecl | None = None
     prefixes: list[str] = Field(min_length=1)
@@ -108,29 +126,33 @@ class Family:
         """Whether every condition of one of the family's `recognise` alternatives holds."""
         return any(all(_holds(config, key, wanted) for key, wanted in case.items()) for case in self.file.recognise)
 
-    def read_config(self, raw: RawConfig) -> ModelConfig:
-        """The config from where this family keeps it.
+    def read_config(self, raw: RawConfig, *, attention: bool = True) -> ModelConfig:
+        """The config from where this family keeps it. attention: whether the program has any.
 
         Raises:
             CheckpointError: as `config.read_config`, and for a setting that the family's program does not model.
         """
-        config = read_config(raw, self.file.sections)
+        defaults = {key: said for key, said in self.file.values.items() if isinstance(said, int | float)}
+        config = read_config(
+            raw, self.file.sections, defaults=defaults, required=self.file.required, attention=attention
+        )
+        check_quantisation(raw)
         faults = []
         for key, accepted in self.file.supports.items():
             value = config.find(key)
             values = value if isinstance(value, list) else [value]
-            if value is not None and accepted and any(item not in accepted for item in values):
+            if value is not None and accepted and (accepted == "absent" or any(item not in accepted for item in values)):
                 faults.append(
                     Fault(
                         f"family '{self.name}' does not model this setting",
                         where=raw.file,
                         subject=key,
-                        expected=" or ".join(repr(item) for item in accepted),
+                        expected="no such key" if accepted == "absent" else " or ".join(repr(item) for item in accepted),
                         got=repr(value),
                         hint=f"Program '{self.file.program}' would compute something else.",
                     )
                 )
-        window = None if faults else self._window(config)
+        window = None if faults or not attention else self._window(config)
         if faults or window is not None:
             raise CheckpointError([*faults, *([window] if window else [])])
         return replace(config, values={**config.values, **self._values(config)})
@@ -142,15 +164,15 @@ class Family:
         for key, said in self.file.values.items():
             if config.find(key) is not None:
                 made[key] = config.find(key)
-            elif isinstance(said, ItemsDecl | CountDecl):
-                source = said.items if isinstance(said, ItemsDecl) else said.count
-                items = config.find(source)
-                if items is None and isinstance(said, ItemsDecl) and said.otherwise is not None:
-                    made[key] = said.otherwise
-                elif isinstance(items, list) and all(type(item) is int for item in items):
-                    made[key] = " ".join(map(str, items)) if isinstance(said, ItemsDecl) else len(items)
-                elif items is not None:
-                    faults.append(_wrong_kind(config, source, "a list of whole numbers", items))
+            elif isinstance(said, ItemsDecl):
+                items, wrong = _layers(config, said)
+                faults += wrong
+                if not wrong and (items is not None or said.otherwise is not None):
+                    made[key] = said.otherwise if items is None else " ".join(map(str, items))
+            elif isinstance(said, CountDecl):
+                items = config.find(said.count)
+                if isinstance(items, list):  # what is none is told where the items themselves are read
+                    made[key] = len(items)
             elif isinstance(said, str):
                 parts = {name: made.get(name, config.find(name)) for name in said.split(" * ")}
                 wrong = {name: part for name, part in parts.items() if len(parts) > 1 and type(part) not in (int, float)}
@@ -169,7 +191,7 @@ class Family:
         """What a program's key is called in this family's configs, for messages."""
         said = self.file.values.get(key)
         if config.find(key) is None and isinstance(said, str | ItemsDecl | CountDecl):
-            return said if isinstance(said, str) else said.items if isinstance(said, ItemsDecl) else said.count
+            return said if isinstance(said, str) else said.keys[0] if isinstance(said, ItemsDecl) else said.count
         in_section = config.section and config.raw.get(f"{config.section}.{key}") is not None
         return f"{config.section}.{key}" if in_section else key
 
@@ -196,8 +218,19 @@ class Family:
             hint="If these layers attend to everything, say so: 'use_sliding_window': false.",
         )
 
-    def switches(self, config: ModelConfig) -> dict[str, SwitchValue]:
-        """What the family says of a model with this config.
+    def check_layers(self, config: ModelConfig, target: RawConfig) -> None:
+        """Raises CheckpointError for layers that the program reads and this target has not."""
+        count = find_value(target, TEXT, "num_hidden_layers")
+        faults = []
+        for said in self.file.values.values():
+            if isinstance(said, ItemsDecl) and type(count) is int:
+                items, _ = _layers(config, said)
+                faults += _beyond(config, said, items or [], count, f"which {target.file} has {count} of")
+        if faults:
+            raise CheckpointError(faults)
+
+    def switches(self, config: ModelConfig, tensors: TensorFiles | None = None) -> dict[str, SwitchValue]:
+        """What the family says of a model with this config and these tensors.
 
         Raises:
             CheckpointError: a config value that cannot be a switch's.
@@ -208,7 +241,9 @@ class Family:
             if not isinstance(decl, ConfigSwitch):
                 decided[name] = decl
                 continue
-            value = config.find(decl.config)
+            value = config.find(decl.config) if decl.config else None
+            if value is None and decl.tensor and tensors is not None:
+                value = decl.held if _held(decl.tensor, tensors) else decl.absent
             decided[name] = decl.default if value is None else value
             if type(decided[name]) is not type(decl.default):
                 expected = "true or false" if isinstance(decl.default, bool) else "a text"
@@ -231,19 +266,25 @@ class Family:
         return ()
 
     def own_config(self, model: Model) -> RawConfig:
-        """The drafter's config; over the target's where this family's drafters leave their sizes to it.
+        """The drafter's config, with sizes of the target's where this family's drafters leave them to it.
 
         Raises:
             CheckpointError: there is no target's config to be read.
         """
         own = model.config
-        if self.file.sizes == "own" or own.get("hidden_size") is not None:
+        lacking = [key for key in ("hidden_size", "vocab_size") if own.get(key) is None]
+        if self.file.sizes == "own" or not lacking:
             return own
         if model.target is None:
             hint = "Give target_model= (--target-model), the folder of the model that the drafter was made for."
             message = f"drafters of family '{self.name}' have their sizes in the target's config, which is not given"
             raise CheckpointError(Fault(message, where=own.file, hint=hint))
-        return RawConfig({**model.target.config.data, **own.data}, own.file)
+        theirs = model.target.config
+        reader = ConfigReader(theirs, TEXT if isinstance(theirs.get(TEXT), Mapping) else "")
+        sizes = {key: reader.count(key) for key in lacking}
+        if reader.faults:
+            raise CheckpointError(reader.faults)
+        return RawConfig({**own.data, **sizes}, own.file)
 
     def counted(self, config: ModelConfig, tensors: TensorFiles | None) -> ModelConfig:
         """The config with those values that the file itself tells, whatever the config says."""
@@ -357,9 +398,53 @@ def _with_indices(name: str, indices: Mapping[str, int]) -> str:
 
 def _matches(pattern: str, tensor: str) -> bool:
     """`*` in a pattern is any text, `{layer}` any number."""
+    return _expression(pattern).fullmatch(tensor) is not None
+
+
+@cache
+def _expression(pattern: str) -> re.Pattern[str]:
     parts = re.split(r"(\*|\{layer\})", pattern)
     known = {"*": ".*", "{layer}": r"\d+"}
-    return re.fullmatch("".join(known.get(part, re.escape(part)) for part in parts), tensor) is not None
+    return re.compile("".join(known.get(part, re.escape(part)) for part in parts))
+
+
+def _held(name: str, tensors: TensorFiles) -> bool:
+    """Whether the file has weight `name` of any layer, plain or quantised."""
+    return any(_matches(spelling, tensor) for spelling in spellings(name) for tensor in tensors.names)
+
+
+def _layers(config: ModelConfig, said: ItemsDecl) -> tuple[list[int] | None, list[Fault]]:
+    """The target's layers that a config lists, and what is wrong with them; None where it lists none."""
+    lists = {key: config.find(key) for key in said.keys if config.find(key) is not None}
+    wrong = {key: items for key, items in lists.items() if not _whole_numbers(items)}
+    if wrong:
+        return None, [_wrong_kind(config, key, "a list of whole numbers", items) for key, items in wrong.items()]
+    if not lists:
+        return None, []
+    (first, items), *others = lists.items()
+    where = config.raw.file
+    for key, other in others:
+        if other != items:
+            hint = "Remove the one that is out of date."
+            return None, [Fault("the config gives two lists", where, key, f"{items} as in {first}", repr(other), hint)]
+    if said.exactly is not None and len(items) != said.exactly:
+        expected = f"{said.exactly} layers, whose hiddens the program takes"
+        return items, [Fault("the list has another length", where, first, expected, repr(items))]
+    count = config.find(said.layers) if said.layers else None
+    return items, _beyond(config, said, items, count if type(count) is int else None, f"as {said.layers} is {count}")
+
+
+def _whole_numbers(items: Any) -> bool:
+    return isinstance(items, list) and all(type(item) is int for item in items)
+
+
+def _beyond(config: ModelConfig, said: ItemsDecl, items: list[int], count: int | None, why: str) -> list[Fault]:
+    """A fault where some of `items` are no layers of a target that has `count`, None where nobody says how many."""
+    if all(item >= 0 and (count is None or item <= count + said.last) for item in items):
+        return []
+    subject = next(key for key in said.keys if config.find(key) is not None)
+    expected = "0 or more" if count is None else f"0 to {count + said.last}, {why}"
+    return [Fault("the list names no layers of the target", config.raw.file, subject, expected, repr(items))]
 
 
 def layers_found(pattern: str, names: frozenset[str]) -> list[int]:

@@ -20,13 +20,15 @@ class Model:
     target: Model | None = None
 
 
-def open_checkpoint(path: str | Path, target: str | Path | None = None) -> Model:
+def open_checkpoint(path: str | Path, target: str | Path | None = None, *, config_only: bool = False) -> Model:
     """Open a model folder, or a config.json that stands for one with random weights.
+
+    config_only: of a folder, too, only the config is wanted.
 
     Raises:
         CheckpointError: no such path, an unreadable config, unreadable tensor files.
     """
     path = Path(path)
     check_model(path)
-    tensors = TensorFiles.open(path) if path.is_dir() else None
+    tensors = TensorFiles.open(path) if path.is_dir() and not config_only else None
     return Model(path, read_raw(path), tensors, open_checkpoint(target) if target is not None else None)

@@ -99,9 +99,9 @@ class Packed:
 
 
 def per_tensor_shapes(shape: Shape) -> tuple[Shape, ...]:
-    """A scale for the whole weight, or one for each matrix of a stack of them."""
+    """A scale for the whole weight, or one for each matrix of a stack of them; files store one as [] or as [1]."""
     stack = tuple(shape[:-2])
-    return (stack, (*stack, 1, 1)) if stack else ((), (1,))
+    return (stack, (*stack, 1), (*stack, 1, 1)) if stack else ((), (1,))
 
 
 def dequantise(

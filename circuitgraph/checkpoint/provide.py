@@ -66,8 +66,10 @@ def read_tensors(
 
 
 def _misfit(files: TensorFiles, name: str, spec: WeightSpec) -> tuple[Fault, ...]:
+    # The code of other weights was made for what their files hold; of the host's nobody has seen any.
+    remedy = "Compile with this folder as target_model= (--target-model)." if spec.source == "host" else None
     if spec.tensor not in files:
-        hint = did_you_mean(spec.tensor, files.names)
+        hint = remedy or did_you_mean(spec.tensor, files.names)
         where = str(files.folder)
         return (Fault(f"no tensor '{spec.tensor}', which '{name}' is bound from", where=where, hint=hint),)
     try:
@@ -78,7 +80,7 @@ def _misfit(files: TensorFiles, name: str, spec: WeightSpec) -> tuple[Fault, ...
     if spec.packed is not None or (info.shape == spec.shape and info.dtype in (spec.dtype, spec.stored)):
         return ()
     expected = f"{spec.stored or spec.dtype}{list(spec.shape)} ('{name}')"
-    return (Fault("does not fit", where=str(info.file), subject=spec.tensor, expected=expected, got=str(info)),)
+    return (Fault("does not fit", where=str(info.file), subject=spec.tensor, expected=expected, got=str(info), hint=remedy),)
 
 
 def _ready(

@@ -31,10 +31,10 @@ def read_rope(reader: ConfigReader, head_dim: int) -> RopeSpec:
     kind = _kind(reader, parameters, key)
     limit = reader.get("max_position_embeddings")
     max_position = limit if type(limit) is int and 0 < limit < 2**31 else None
-    theta = reader.number("rope_theta", _agreed(reader, "rope_theta", parameters, 10000.0))
+    theta = reader.number("rope_theta", _agreed(reader, "rope_theta", parameters, reader.default("rope_theta", 10000.0)))
     if theta <= 1.0 and not reader.faults:
         reader.refuse("rope_theta", "the base is too small: no column would turn slower than another", "more than 1", theta)
-    factor = _agreed(reader, "partial_rotary_factor", parameters, 1.0)
+    factor = _agreed(reader, "partial_rotary_factor", parameters, reader.default("partial_rotary_factor", 1.0))
     dim = int(min(head_dim * reader.number("partial_rotary_factor", factor), 2.0 * head_dim))
     if not 2 <= dim <= head_dim or dim % 2:
         expected = f"an even share of head_dim ({head_dim})"

@@ -40,7 +40,10 @@ def spellings(name: str) -> tuple[str, ...]:
 
 
 def companions(name: str) -> dict[str, str]:
-    """Tensors that belong to the values of weight `name`, where they exist: name to role."""
+    """Tensors that belong to the values of weight `name`, where they exist: name to role.
+
+    `idle` ones mean nothing here; `foreign` ones change the weight in a way that is not read.
+    """
     roles = {
         f"{name}_scale_inv": "scale",
         f"{name}_scale": "scale",
@@ -48,9 +51,12 @@ def companions(name: str) -> dict[str, str]:
         f"{name}_scale_2": "multiplier",
         f"{name}_global_scale": "divisor",
         f"{name}_input_scale": "idle",
+        f"{name}_zero_point": "foreign",
+        f"{name}_g_idx": "foreign",
     }
     module, dot, leaf = name.rpartition(".")
     if leaf == "weight":
+        roles[f"{module}{dot}pre_quant_scale"] = "foreign"
         idle = ("input_scale", "input_scale_inv", "input_global_scale", "activation_scale", "output_scale")
         roles.update({f"{module}{dot}{other}": "idle" for other in idle})
     return roles
@@ -69,6 +75,10 @@ def read_stored(files: TensorFiles, name: str, block: Shape = FP8_BLOCK) -> Stor
     if len(found) > 1:
         raise _refused(info, "the weight is stored twice", got=" and ".join(found), hint="Remove the one that is out of date.")
     present = {other: role for other, role in companions(name).items() if other in files}
+    for other in (other for other, role in present.items() if role == "foreign"):
+        hint = "Zero points, orders of columns and scales of inputs are not read: export it as bf16, FP8, INT8, NVFP4 or MXFP4."
+        expected = f"no such tensor beside '{info.name}'"
+        raise CheckpointError(Fault("changes what the weight means", str(info.file), other, expected, hint=hint))
     idle = tuple(other for other, role in present.items() if role == "idle")
     scales = [other for other, role in present.items() if role == "scale"]
     wholes = [other for other, role in present.items() if role in ("multiplier", "divisor")]
@@ -163,7 +173,7 @@ CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_output_scale"
 
 def owners(tensor: str) -> tuple[str, ...]:
     """The weights that a tensor may belong to, by its name alone: the inverse of `spellings` and `companions`."""
-    suffixes = ("_packed", "_blocks", "_scale_inv", "_scale", "_scales", "_scale_2", "_global_scale", "_input_scale")
+    suffixes = [spelling for spelling in (*spellings(""), *companions("")) if spelling]
     found = [tensor.removesuffix(suffix) for suffix in suffixes if tensor.endswith(suffix)]
     weight = f"{tensor.rpartition('.')[0]}.weight"
     return (*found, weight) if tensor in companions(weight) else tuple(found)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from circuitgraph.artifact.manifest import Build, Manifest, Target
 from circuitgraph.artifact.pack import make_manifest
-from circuitgraph.checkpoint import bind, default_config, load_circuit, shipped_families
+from circuitgraph.checkpoint import bind, default_config, load_circuit, load_family, shipped_families
 from circuitgraph.circuit.text import format_circuit
 from circuitgraph.errors import CheckpointError, CircuitgraphError, ProgramError, RuntimeUseError
 from circuitgraph.interpreter import interpret
@@ -509,11 +509,72 @@ def test_a_sliding_window_is_not_modelled() -> None:
 
 
 @pytest.mark.parametrize("with_target", [False, True])
-@pytest.mark.parametrize("nested", [False, True])
-def test_the_nested_section_says_whether_embeddings_are_tied(with_target: bool, nested: bool) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("place", ["nested", "top"])
+def test_where_the_config_says_whether_embeddings_are_tied(with_target: bool, tied: bool, place: str) -> None:
     model = edited("qwen3_5_mtp", lambda tensors: tensors.update({"lm_head.weight": torch.zeros(512, 64)}))
     config = json.loads(Path("m/config.json").read_text())
-    config["text_config"]["tie_word_embeddings"], config["tie_word_embeddings"] = nested, not nested
+    config["text_config"]["tie_word_embeddings"] = tied if place == "nested" else None
+    config["tie_word_embeddings"] = tied if place == "top" else None
     Path("m/config.json").write_text(json.dumps(config))
     bound = bind("auto", model=model, target_model=model if with_target else None)
-    assert bound.tensors["lm_head"].status == ("tied" if nested else "borrowed")
+    assert bound.tensors["lm_head"].status == ("tied" if tied else "borrowed")
+
+
+def test_a_target_that_gives_the_two_opposites() -> None:
+    shutil.copytree(FIXTURES / "qwen3_5_mtp", "target")
+    config = json.loads(Path("target/config.json").read_text())
+    Path("target/config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    assert refusal(lambda: bind("auto", model=FIXTURES / "qwen3_dense_mtp", target_model="target")).startswith(
+        "target/config.json: text_config.tie_word_embeddings: the config gives two values"
+    )
+
+
+def test_a_bare_config_lends_a_real_drafter_nothing() -> None:
+    config = FIXTURES / "qwen3_dense_mtp/target/config.json"
+    assert refusal(lambda: bind("auto", model=FIXTURES / "qwen3_dense_mtp", target_model=config)) == (
+        f"{config}: a config has no weights to lend; expected the target's folder, for embed_tokens and lm_head. "
+        "Give it, or leave it out (--target-model) and hand these tensors over when the artifact is loaded."
+    )
+    bound = bind("auto", model=FIXTURES / "qwen3_dense_mtp/config.json", target_model=config)
+    assert {ref.source for ref in bound.tensors.values()} == {"random"}
+
+
+@pytest.mark.parametrize("name", ["eagle3_llama", "dflash_qwen3"])
+def test_layers_that_the_given_target_has_not(name: str) -> None:
+    ids = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}
+    block = {"dflash_config": {"mask_token_id": 508, "target_layer_ids": [1, 2, 8]}, "num_target_layers": None}
+    model = edited(name, config=ids if name == "eagle3_llama" else block)
+    file = Path("m/target/config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": 8}))
+    message = refusal(lambda: bind("auto", model=model, target_model="m/target"))
+    highest = 8 if name == "eagle3_llama" else 7
+    assert f"the list names no layers of the target; expected 0 to {highest}, which m/target/config.json has 8 of" in message
+
+
+def test_speculators_own_config_of_an_eagle3_head() -> None:
+    plain = bind("auto", model=FIXTURES / "eagle3_llama")
+    model = edited("eagle3_llama")
+    sizes = json.loads(Path("m/config.json").read_text())
+    del sizes["draft_vocab_size"]
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": 192,
+        "norm_before_residual": True,
+        "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": [2, 5, 9],
+        "transformer_layer_config": sizes,
+    }
+    Path("m/config.json").write_text(json.dumps(config))
+    bound = bind("auto", model=model)
+    assert bound.family == "eagle3_llama"
+    assert dict(bound.circuit.facts) == {**dict(plain.circuit.facts), "norm_before_residual": True, "hidden_layers": "2 5 9"}
+    assert bound.tensors.keys() == plain.tensors.keys()
+    assert bound.rope == plain.rope
+
+
+def test_what_lies_beside_a_drafter_that_is_stored_alone_is_looked_at() -> None:
+    for path in shipped_families().values():
+        file = load_family(path).file
+        assert file.stored == "in_target" or file.prefixes == [""], path.stem

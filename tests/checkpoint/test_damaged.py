@@ -453,7 +453,129 @@ REFUSED: dict[str, tuple[Damage, list[str]]] = {
         of("dflash_qwen3", within("dflash_config", target_layer_ids=[None, 1, 2])),
         ["m/config.json: dflash_config.target_layer_ids: the value is of the wrong kind; expected a list of whole numbers"],
     ),
+    # settings that other engines know and programs here do not
+    **{
+        f"EAGLE-3 with {key} {str(value).lower()}": (
+            of("eagle3_llama", config(**{key: value})),
+            [f"m/config.json: {key}: family 'eagle3_llama' does not model this setting; expected {not value}; got {value}"],
+        )
+        for key, value in {"use_aux_norm": True, "parallel_drafting": True, "fc_norm": True}.items()
+    },
+    **{
+        f"EAGLE-3 with {key} {str(value).lower()}": (
+            of("eagle3_llama", config(eagle_config={key: value})),
+            [f"m/config.json: eagle_config.{key}: family 'eagle3_llama' does not model this setting; expected {expected}"],
+        )
+        for key, value, expected in (
+            ("use_mtp_layernorm", True, False),
+            ("use_last_layernorm", False, True),
+            ("use_input_layernorm_in_first_layer", False, True),
+            ("parallel_draft_step", 4, 1),
+        )
+    },
+    **{
+        f"DFlash with {key} {value} {place}": (
+            of("dflash_qwen3", within("dflash_config", **{key: value}) if place == "inside" else config(**{key: value})),
+            [f"{key}: family 'dflash_qwen3' does not model this setting; expected {expected}; got {value}"],
+        )
+        for key, value, expected in (
+            ("causal", True, False),
+            ("use_swa", True, False),
+            ("swa_window_size", 128, "no such key"),
+            ("attention_sink_bias", True, False),
+            ("is_neox_style", False, True),
+        )
+        for place in ("at the top", "inside")
+    },
+    "DeepSeek without interleaving": (
+        of("deepseek_v3_mtp", config(rope_interleave=False)),
+        ["m/config.json: rope_interleave: family 'deepseek_v3_mtp' does not model this setting; expected True; got False"],
+    ),
+    "activations that are rotated online": (
+        config(quantization_config={"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}),
+        ["m/config.json: quantization_config.transform_config: activations are transformed", "without transforms"],
+    ),
+    "a target whose activations are rotated online": (
+        lambda: (FOLDER / "target/config.json").write_text(
+            json.dumps(
+                {
+                    **json.loads((FOLDER / "target/config.json").read_text()),
+                    "quantization_config": {"transform_config": {"config_groups": {"u": {}}}},
+                }
+            )
+        ),
+        ["m/target/config.json: quantization_config.transform_config: activations are transformed"],
+    ),
+    "embeddings that are tied and not": (
+        of("qwen3_5_mtp", config(tie_word_embeddings=False)),
+        [
+            "m/config.json: text_config.tie_word_embeddings: the config gives two values; "
+            "expected false as at the top of the file; got True. Is lm_head the embedding?"
+        ],
+    ),
+    # layers of the target
+    "two auxiliary layers": (
+        of("eagle3_llama", config(eagle_aux_hidden_state_layer_ids=[1, 2])),
+        ["m/config.json: eagle_aux_hidden_state_layer_ids: the list has another length; expected 3 layers", "got [1, 2]"],
+    ),
+    "auxiliary layers in two places": (
+        of(
+            "eagle3_llama",
+            config(
+                eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, eagle_aux_hidden_state_layer_ids=[2, 3, 4]
+            ),
+        ),
+        [
+            "m/config.json: eagle_aux_hidden_state_layer_ids: the config gives two lists; "
+            "expected [1, 2, 3] as in eagle_config.eagle_aux_hidden_state_layer_ids; got [2, 3, 4]. Remove"
+        ],
+    ),
+    "an auxiliary layer before the first": (
+        of("eagle3_llama", config(eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 2, 3]})),
+        ["m/config.json: eagle_config.eagle_aux_hidden_state_layer_ids: the list names no layers", "0 or more; got [-1, 2, 3]"],
+    ),
+    "a layer that the target has not": (
+        of("dflash_qwen3", within("dflash_config", target_layer_ids=[1, 2, 6])),
+        [
+            "m/config.json: dflash_config.target_layer_ids: the list names no layers of the target; "
+            "expected 0 to 5, as num_target_layers is 6; got [1, 2, 6]"
+        ],
+    ),
+    # what belongs to a weight
+    **{
+        f"{other} of a borrowed head": (
+            of("mimo_mtp", add(f"lm_head.{other}", torch.ones(512))),
+            [f"m/model.safetensors: lm_head.{other}: changes what the weight means", "beside 'lm_head.weight'. Zero points"],
+        )
+        for other in ("weight_zero_point", "weight_g_idx", "pre_quant_scale")
+    },
+    "a zero point of the drafter's own": (
+        add(f"{UP}_zero_point", torch.ones(160, 1)),
+        [f"m/model.safetensors: {UP}_zero_point: changes what the weight means"],
+    ),
+    "a bias of a borrowed head": (
+        of("mimo_mtp", add("lm_head.bias", torch.ones(512))),
+        ["m: lm_head.bias: belongs to 'lm_head', and no program uses it"],
+    ),
+    "a bias of the target's head": (
+        tensors(lambda data: data.update({"lm_head.bias": torch.ones(512)}), FOLDER / "target/model.safetensors"),
+        ["m/target: lm_head.bias: belongs to 'lm_head', and no program uses it. The target computes something else"],
+    ),
     # mixtures, maps and four bits
+    **{
+        f"EAGLE-3 with {name}": (
+            of("eagle3_llama", add(name, torch.ones(64))),
+            [f"m: {name}: no weight of the program uses this tensor. Program 'eagle3' does not model it"],
+        )
+        for name in (
+            "fc_norm.0.weight",
+            "aux_norm_low.weight",
+            "input_norm.weight",
+            "hidden_norm.weight",
+            "embed_norm.weight",
+            "mask_hidden",
+        )
+    },
     "one expert in FP8": (
         experts(lambda name, data: data.update({name: data[name].to(FP8)}) if name == EXPERT else None),
         [f"m/{SHARD.name}: {EXPERT}: experts differ; expected bf16[32, 64]", "got F8_E4M3[32, 64]", "export them alike"],
@@ -518,7 +640,7 @@ def test_refused(damage: Damage, said: list[str]) -> None:
             "num_attention_heads: the value is of the wrong kind; expected a positive integer; got '64'",
         ),
         (
-            sizes(head_dim=None, num_attention_heads=0),
+            sizes(num_attention_heads=0),
             "num_attention_heads: the value is of the wrong kind; expected a positive integer; got 0",
         ),
         (sizes(head_dim="32"), "head_dim: the value is of the wrong kind; expected a positive integer; got '32'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from circuitgraph.checkpoint import bind, load_family, shipped_families
 from circuitgraph.checkpoint.config import read_raw
 from circuitgraph.checkpoint.family import recognise
 from circuitgraph.errors import CheckpointError, CircuitgraphError
+from circuitgraph.language.load import load_program
 from tests.fixture_cases import FIXTURES
 
 MODEL = FIXTURES / "mimo_mtp"
@@ -95,6 +97,56 @@ def test_every_fact_of_a_shipped_family_has_a_source() -> None:
         file = load_family(path).file
         assert file.sources
         assert all(item.reason for item in file.waived)
+
+
+MODEL_TYPES = {
+    "deepseek_v3_mtp": "deepseek_v3",
+    "dflash_qwen3": "qwen3",
+    "eagle1_llama": "llama",
+    "eagle3_llama": "llama",
+    "glm4_moe_mtp": "glm4_moe",
+    "mimo_mtp": "qwen2",  # which MiMo's class extends
+    "qwen3_5_moe_mtp": "qwen3_5_moe_text",
+    "qwen3_5_mtp": "qwen3_5_text",
+    "qwen3_dense_mtp": "qwen3",
+    "qwen3_next_mtp": "qwen3_next",
+}
+SWITCHES = {"norm_topk_prob": "renormalise", "attention_bias": "qkv_bias", "use_qk_norm": "qk_norm"}
+NUMBERS = ("head_dim", "num_key_value_heads", "rms_norm_eps", "routed_scaling_factor", "n_group", "topk_group")
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "partial_rotary_factor", "tie_word_embeddings", *NUMBERS, *SWITCHES])
+@pytest.mark.parametrize("name", MODEL_TYPES)
+def test_a_key_that_a_config_lacks_means_what_its_model_makes_of_it(name: str, key: str) -> None:
+    """Or has to be there: the default of transformers' class is the same as ours, or ours is none."""
+    transformers = pytest.importorskip("transformers")
+    plain = transformers.CONFIG_MAPPING[MODEL_TYPES[name]]().to_dict()
+    theirs = {**plain, **plain["rope_parameters"]}
+    family = load_family(name)
+    wanted = load_program(family.file.program).file
+    asked = key in {*wanted.dims.values(), *wanted.params.values()} or key in SWITCHES
+    if key not in theirs or not (asked or key in ("rope_theta", "partial_rotary_factor", "tie_word_embeddings")):
+        return
+    config = without(family.file.example, key)
+    try:
+        found = family.read_config(read_raw(config))
+    except CheckpointError as problem:
+        assert f"{key}: the key is missing" in str(problem)  # noqa: PT017 (either is right)
+        return
+    assert found.rope is not None
+    if key == "rope_theta":
+        assert found.rope.theta == theirs[key]
+    elif key == "partial_rotary_factor":
+        assert found.rope.dim == found.values["head_dim"] * theirs[key]
+    elif key in SWITCHES:
+        assert family.switches(found).get(SWITCHES[key], theirs[key]) == theirs[key]
+    elif key in found.values:  # else binding refuses, since the program asks for it
+        assert found.values[key] == theirs[key]
+
+
+def without(config: dict[str, Any], key: str) -> dict[str, Any]:
+    """A config that lacks the key wherever it may stand."""
+    return {name: without(value, key) if isinstance(value, dict) else value for name, value in config.items() if name != key}
 
 
 def test_a_family_may_say_that_its_program_models_windows() -> None:

@@ -136,6 +136,27 @@ def test_mxfp4(rows: int, blocks: int, apart: bool, seed: int) -> None:
             assert found[row, column].item() == number * 2.0 ** (scales[row, column // 32].item() - 127)
 
 
+@pytest.mark.parametrize("size", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
+def test_a_scale_an_expert(kind: str, size: tuple[int, ...], tmp_path: Path) -> None:
+    """One number for each matrix: written as [], as [1] (compressed-tensors) or as [1, 1]."""
+    tensors, expected = {}, []
+    for index in range(3):
+        name = f"experts.{index}.up_proj.weight"
+        whole = torch.full(size, 2.0**index)
+        if kind == "fp8":
+            tensors[name], tensors[f"{name}_scale"] = torch.ones(4, 32).to(FP8), whole
+            expected.append(torch.full((4, 32), 2.0**index))
+        else:
+            tensors[f"{name}_packed"] = torch.full((4, 16), 0x22, dtype=U8)  # two ones a byte
+            tensors[f"{name}_scale"], tensors[f"{name}_global_scale"] = torch.ones(4, 2).to(FP8), whole
+            expected.append(torch.full((4, 32), 2.0**-index))
+    save_file(tensors, tmp_path / "model.safetensors")
+    said, values = read(tmp_path, "experts.{expert}.up_proj.weight")
+    assert said == ("fp8 per tensor" if kind == "fp8" else "nvfp4")
+    assert torch.equal(values, torch.stack(expected))
+
+
 def test_a_stack_of_experts() -> None:
     """Every matrix has its own scales; the result is that of one after the other."""
     values = torch.randn(3, 130, 140).to(torch.float8_e4m3fn)
