@@ -16,10 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from circuitgraph.artifact.manifest import Build, Manifest, Target
 from circuitgraph.artifact.pack import make_manifest
+from circuitgraph.artifact.store import write_artifact
 from circuitgraph.checkpoint import bind, default_config, load_circuit, load_family, shipped_families
 from circuitgraph.circuit.text import format_circuit
 from circuitgraph.errors import CheckpointError, CircuitgraphError, ProgramError, RuntimeUseError
 from circuitgraph.interpreter import interpret
+from circuitgraph.runtime import bind_weights
 from tests.circuits import random_cache
 from tests.fixture_cases import FIXTURES
 
@@ -550,6 +552,43 @@ def test_layers_that_the_given_target_has_not(name: str) -> None:
     message = refusal(lambda: bind("auto", model=model, target_model="m/target"))
     highest = 8 if name == "eagle3_llama" else 7
     assert f"the list names no layers of the target; expected 0 to {highest}, which m/target/config.json has 8 of" in message
+
+
+@pytest.mark.parametrize("stray", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_at_load_the_targets_config_says_whether_its_head_is_its_embedding(tied: bool, stray: bool) -> None:
+    """As when compiling is given the same folder: a stray lm_head in a tied target is none."""
+    model = edited("qwen3_dense_mtp")
+    target = Path("m/target").rename("target")
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))
+    if not stray:
+        tensors = load_file(target / "model.safetensors")
+        del tensors["lm_head.weight"]
+        save_file(tensors, target / "model.safetensors")
+    manifest = make_manifest(bind("auto", model=model), BUILDS, {})
+    artifact = write_artifact("artifact", manifest, {"lib/kernels.so": b""})
+    assert artifact.manifest.weights["lm_head"].source == "host"
+    if not tied and not stray:
+        assert refusal(lambda: bind_weights(artifact, model=model, target_model=target)) == (
+            "target: no tensor 'lm_head.weight', which 'lm_head' is bound from. "
+            "Compile with this folder as target_model= (--target-model)."
+        )
+        return
+    loaded = bind_weights(artifact, model=model, target_model=target)
+    compiled = bind("auto", model=model, target_model=target).load_weights(positions=4)
+    assert torch.equal(loaded["lm_head"], compiled["lm_head"])
+    assert torch.equal(loaded["lm_head"], loaded["embed_tokens"]) == tied
+
+
+def test_a_target_of_another_type_at_load_is_refused_with_a_remedy() -> None:
+    model = edited("qwen3_dense_mtp")
+    target = Path("m/target").rename("target")
+    artifact = write_artifact("artifact", make_manifest(bind("auto", model=model), BUILDS, {}), {"lib/kernels.so": b""})
+    tensors = load_file(target / "model.safetensors")
+    save_file({name: tensor.half() for name, tensor in tensors.items()}, target / "model.safetensors")
+    message = refusal(lambda: bind_weights(artifact, model=model, target_model=target))
+    assert "expected bf16[512, 64] ('lm_head'); got f16[512, 64]. Compile with this folder as target_model=" in message
 
 
 def test_speculators_own_config_of_an_eagle3_head() -> None:
