@@ -21,6 +21,7 @@ from .circuit.ir import Circuit
 from .circuit.narrow import slice_entry, specialize
 from .circuit.text import format_circuit
 from .errors import CircuitError, Fault, did_you_mean
+from .places import check_dump
 from .plan.fuse import fuse, verify_groups
 from .plan.ir import Plan
 from .plan.packed import unreadable
@@ -182,6 +183,7 @@ def compile(
         raise CircuitError(Fault(f"no stage '{stop_after}'", hint=did_you_mean(stop_after, STAGES)))
     if stop_after in (None, "pack"):
         check_output(out, overwrite=overwrite)
+    check_dump(dump)
     targets = parse_targets(target)
     act, kv = own_types(targets[0].kind, act, kv)
     run = Run(observer, Path(dump) if dump else None)

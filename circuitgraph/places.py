@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
-from .errors import ArtifactError, CheckpointError, Fault, ProgramError, ScheduleError, did_you_mean
+from .errors import ArtifactError, CheckpointError, CircuitgraphError, Fault, ProgramError, ScheduleError, did_you_mean
 
 PROGRAMS = Path(str(resources.files("circuitgraph.programs")))
 MANIFEST = "manifest.json"
@@ -36,6 +36,21 @@ def check_target(path: str | Path | None) -> None:
     """Raises CheckpointError for a target's folder that is not there; None is left out."""
     if path is not None and not Path(path).exists():
         raise CheckpointError(Fault("the path does not exist", where=str(path), hint="Give the target model's folder."))
+
+
+def blocked(path: str | Path) -> Path | None:
+    """The file in whose place `path`, a folder to be made, would need a folder; None where there is none."""
+    path = Path(path).absolute()
+    there = next((place for place in (path, *path.parents) if place.exists()), None)
+    return None if there is None or there.is_dir() else there
+
+
+def check_dump(folder: str | Path | None) -> None:
+    """Raises CircuitgraphError for a folder to dump to that cannot be made; None is left out."""
+    file = blocked(folder) if folder is not None else None
+    if file is not None:
+        hint = "Give a folder, which is made if it is not there."
+        raise CircuitgraphError(Fault("cannot be written to", where=str(folder), got=f"'{file.name}' is a file", hint=hint))
 
 
 def check_tokenizer(folder: str | Path) -> None:

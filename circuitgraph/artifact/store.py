@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..errors import ArtifactError, Fault
-from ..places import check_artifact
+from ..places import blocked, check_artifact
 from .machine import built_for_gpu, check_target
 from .manifest import MANIFEST, Manifest
 
@@ -81,6 +81,10 @@ def check_output(folder: str | Path, *, overwrite: bool = False) -> None:
     """
     folder = Path(folder)
     if not (folder.exists() or folder.is_symlink()):
+        file = blocked(folder)
+        if file is not None:
+            hint = "Choose another folder."
+            raise ArtifactError(Fault("cannot be made", where=str(folder), got=f"'{file.name}' is a file", hint=hint))
         return
     if not overwrite:
         raise ArtifactError(Fault("exists already", where=str(folder), hint="Choose another folder, or overwrite it."))

@@ -6,7 +6,7 @@ prefixes is used, or waived by the family file with a reason. All faults of a ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -68,12 +68,23 @@ class ReportRow:
 class Account:
     """Finds the tensor of every weight and the weight of every tensor, and collects what does not add up."""
 
-    def __init__(self, family: Family, circuit: Circuit, config: ModelConfig, model: Model, convert: str | None, host_dtype: str):
+    def __init__(
+        self,
+        family: Family,
+        circuit: Circuit,
+        config: ModelConfig,
+        model: Model,
+        convert: str | None,
+        host_dtype: str,
+        ways_out: Mapping[str, str],
+    ):
+        """ways_out: weight to the setting of a switch that leaves it out."""
         self.family = family
         self.circuit = circuit
         self.config = config
         self.model = model
         self.convert = convert
+        self.ways_out = ways_out
         wanted = dict(circuit.dtypes)["wt"]
         self.made_dtypes = {"random": wanted, "host": convert or host_dtype, "packed": wanted}
         self.faults: list[Fault] = []
@@ -260,13 +271,16 @@ class Account:
 
     def _missing(self, weight: Weight, names: list[str], tensors: TensorFiles) -> None:
         foreign = next((said for said in (foreign_format(tensors, name) for name in names) if said), None)
-        hint = foreign or did_you_mean(names[0], tensors.names)
+        near = did_you_mean(names[0], tensors.names)
+        near = near if near.startswith("Did you mean") else None
+        switch = self.ways_out.get(weight.name)
+        without = f"If the model has none, say so: {switch} (--set)." if switch else None
         self.faults.append(
             Fault(
                 f"no tensor for weight '{weight.name}'",
                 where=str(tensors.folder),
                 expected=" or ".join(f"'{name}'" for name in names),
-                hint=hint if foreign or hint.startswith("Did you mean") else None,
+                hint=foreign or " ".join(filter(None, (near, without))) or None,
             )
         )
 
@@ -313,6 +327,8 @@ class Account:
     def _unused_hint(self, tensor: str) -> str:
         for weight in self.family.file.tensors:
             if tensor in self._names(weight):
+                if weight in self.refs:
+                    return f"'{weight}' is taken from '{self.refs[weight].name}': remove the one that is out of date."
                 facts = ", ".join(f"{name}={str(value).lower()}" for name, value in self.circuit.facts)
                 return f"It is '{weight}', which these switches leave out: {facts}."
         return f"Program '{self.circuit.name}' does not model it. If it does not matter, waive it in family '{self.family.name}'."

@@ -19,7 +19,7 @@ from ..circuit.types import FLOAT_DTYPES
 from ..errors import CheckpointError, Fault, ProgramError, RuntimeUseError, did_you_mean
 from ..language.load import Program, load_program
 from ..language.resolve import Bindings, resolve
-from ..language.schema import SwitchValue
+from ..language.schema import SwitchValue, WeightDecl
 from ..ops.base import TORCH_DTYPES
 from ..places import shipped_programs
 from ..runtime.rope import RopeSpec, rope_tables
@@ -251,8 +251,9 @@ def bind(
     bindings = Bindings(config.values, decided, act, wt, kv or act)
     circuit = _resolved(loaded, bindings, config, shipped=wanted is None or _program_name(wanted) is not None)
     _check_block(circuit, chosen, config)
-    account = Account(chosen, circuit, config, opened, wt, host_dtype)
+    account = Account(chosen, circuit, config, opened, wt, host_dtype, _ways_out(loaded))
     refs, rows = account.settle()
+    _check_marks(chosen, refs, opened)
     act = act or wt or _most_common(refs.values())
     own = {name: ref.dtype for name, ref in refs.items()} if wt is None else {}
     bindings = replace(bindings, act=act, kv=kv or act, weight_dtypes=own)
@@ -339,6 +340,36 @@ def _decide(
     return {name: value for name, value in decided.items() if name in space or name in (given or {})}
 
 
+def _ways_out(program: Program) -> dict[str, str]:
+    """The weights that a switch leaves out, each with the setting that does."""
+    found = {}
+    for name, decl in program.file.weights.items():
+        for switch, value in decl.when.items() if isinstance(decl, WeightDecl) else ():
+            other = next((other for other in program.file.switches.get(switch, ()) if other != value), None)
+            found[name] = f"{switch}={str(other).lower()}"
+    return found
+
+
+def _check_marks(family: Family, refs: Mapping[str, TensorRef], model: Model) -> None:
+    """A map of own ids, told twice in a file, is told alike: the offsets lead to those ids that the marks mark.
+
+    Raises:
+        CheckpointError: another number of ids, or other ones.
+    """
+    for offsets, marks in family.file.marks.items():
+        if offsets not in refs or model.tensors is None or marks not in model.tensors:
+            continue
+        name = refs[offsets].name
+        loaded = model.tensors.load([name, marks])
+        led = (torch.arange(len(loaded[name])) + loaded[name]).sort().values
+        marked = loaded[marks].flatten().nonzero().flatten()
+        if not torch.equal(led, marked):
+            count = int(torch.isin(led, marked).sum())
+            got, hint = f"{len(marked)} ids, {count} of them the same", "They are of different exports: export the drafter again."
+            where, expected = str(model.tensors.info(marks).file), f"the {len(led)} ids that '{name}' leads to"
+            raise CheckpointError(Fault("marks other ids", where, marks, expected, got, hint))
+
+
 def _attends(program: Program) -> bool:
     """Whether a program has use for what a config says of attention."""
     file = program.file
@@ -391,7 +422,8 @@ def _resolved(program: Program, bindings: Bindings, config: ModelConfig, *, ship
     try:
         return resolve(program, bindings)
     except ProgramError as error:
-        if not shipped:
+        known = program.file.switches
+        if not shipped or any(value not in known.get(name, ()) for name, value in bindings.switches.items()):
             raise
         hint = f"Are the numbers in {config.raw.file} those of one model?"
         raise ProgramError([replace(fault, hint=fault.hint or hint) for fault in error.faults]) from None

@@ -15,6 +15,8 @@ from typing import Any
 
 from ..errors import CheckpointError, Fault, did_you_mean
 from ..runtime.rope import RopeSpec, yarn_mscale
+from .files import unique_keys
+from .pickled import SUFFIXES
 from .rope_config import read_rope
 
 TEXT = "text_config"
@@ -71,8 +73,12 @@ def read_raw(source: str | Path | Mapping[str, Any] | RawConfig) -> RawConfig:
         return RawConfig(source, "config")
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
+    if path.suffix in (".safetensors", ".gguf", *SUFFIXES) and path.is_file():
+        hint = "Give the folder that has it and the config.json."
+        raise CheckpointError(Fault("is a file of tensors, not a model's config", where=str(path), hint=hint))
     try:
-        data = json.loads(path.read_text(encoding="utf-8-sig"))  # some editors put a mark before the text
+        text = path.read_text(encoding="utf-8-sig")  # some editors put a mark before the text
+        data = json.loads(text, object_pairs_hook=unique_keys)
     except FileNotFoundError:
         hint = "Give a model folder with a config.json, or the path of a config.json."
         raise CheckpointError(Fault("the file does not exist", where=str(path), hint=hint)) from None
@@ -84,7 +90,7 @@ def read_raw(source: str | Path | Mapping[str, Any] | RawConfig) -> RawConfig:
     except json.JSONDecodeError as problem:
         hint = "Correct it, or download it again."
         raise CheckpointError(Fault(f"not valid JSON: {problem.msg}", where=f"{path}:{problem.lineno}", hint=hint)) from None
-    except (RecursionError, ValueError) as problem:  # nested without end; a number of thousands of digits
+    except (RecursionError, ValueError) as problem:  # nested without end; a number of thousands of digits; a key twice
         raise CheckpointError(Fault(f"no config: {problem}", where=str(path), hint="Download it again.")) from None
     if not isinstance(data, dict):
         hint = "Is it the config.json of a model?"

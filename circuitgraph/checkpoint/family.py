@@ -110,6 +110,7 @@ class FamilyFile(_Strict):
     tensors: dict[str, str | list[str]]
     borrowed: dict[str, BorrowedDecl] = Field(default_factory=dict)
     waived: list[WaivedDecl] = Field(default_factory=list)
+    marks: dict[str, str] = Field(default_factory=dict)
     example: dict[str, Any]
 
 
@@ -133,9 +134,7 @@ class Family:
             CheckpointError: as `config.read_config`, and for a setting that the family's program does not model.
         """
         defaults = {key: said for key, said in self.file.values.items() if isinstance(said, int | float)}
-        config = read_config(
-            raw, self.file.sections, defaults=defaults, required=self.file.required, attention=attention
-        )
+        config = read_config(raw, self.file.sections, defaults=defaults, required=self.file.required, attention=attention)
         check_quantisation(raw)
         faults = []
         for key, accepted in self.file.supports.items():

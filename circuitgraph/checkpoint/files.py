@@ -86,7 +86,12 @@ class TensorFiles:
             return TensorFiles._of(folder.parent, folder)
         for index, single in ((INDEX, SINGLE), (PICKLED_INDEX, PICKLED_SINGLE)):
             if (folder / index).is_file():
-                return TensorFiles(folder, _read_index(folder / index), index)
+                file_of = _read_index(folder / index)
+                if (folder / single).is_file() and folder / single not in file_of.values():
+                    hint = "Which of them is it? Move the other away: loaders differ in which they take."
+                    got = f"{single}, and {index}, which does not name it"
+                    raise CheckpointError(Fault("several model weights", str(folder), None, f"{single} or {index}", got, hint))
+                return TensorFiles(folder, file_of, index)
             if (folder / single).is_file():
                 return TensorFiles._of(folder, folder / single)
         pickled = [file for file in sorted(folder.iterdir()) if _is_pickle(file)] if folder.is_dir() else []
@@ -226,7 +231,7 @@ def _info(name: str, tensor: torch.Tensor, file: Path) -> TensorInfo:
 def _read_index(path: Path) -> dict[str, Path]:
     """The file of every tensor. Whether the files are there is not looked at."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
     except (OSError, ValueError, RecursionError) as problem:
         reason = f"{type(problem).__name__}: {problem}"
         hint = "Download it again."
@@ -249,7 +254,7 @@ def _read_index(path: Path) -> dict[str, Path]:
     return {name: path.parent / shard for name, shard in shard_of.items()}
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object without two values for a key, of which one would win silently."""
     data = dict(pairs)
     if len(data) != len(pairs):

@@ -46,7 +46,7 @@ class Made:
 
 
 def chosen(bound: BoundProgram, wanted: Mapping[str, str]) -> dict[str, Storage]:
-    """The storage of every weight that a name or a pattern of `wanted` fits; the last one counts.
+    """The storage of every weight that a name or a pattern of `wanted` fits: its name counts, else the last pattern.
 
     What only patterns fit and no format holds, or is quantised already, is left out.
 
@@ -56,7 +56,7 @@ def chosen(bound: BoundProgram, wanted: Mapping[str, str]) -> dict[str, Storage]
     weights = {weight.name: weight for weight in bound.circuit.weights}
     found: dict[str, Storage] = {}
     faults = []
-    for pattern, text in wanted.items():
+    for pattern, text in sorted(wanted.items(), key=lambda item: item[0] in weights):  # patterns first, in their order
         names = fnmatch.filter(weights, pattern)
         if text not in FORMATS:
             hint = did_you_mean(text, FORMATS)

@@ -41,7 +41,7 @@ def read_pickle(file: Path) -> dict[str, torch.Tensor]:
     if not isinstance(data, dict):
         hint = "Save the model's state_dict: names and tensors."
         raise CheckpointError(Fault("does not hold named tensors", where=where, got=type(data).__name__, hint=hint))
-    faults = [_no_tensor(where, str(name), value) for name, value in data.items() if not _is_tensor(name, value)]
+    faults = [_no_tensor(where, name, value) for name, value in data.items() if not _is_tensor(name, value)]
     if faults:
         raise CheckpointError(faults)
     return {name: value.detach() for name, value in data.items()}
@@ -52,7 +52,12 @@ def _is_tensor(name: Any, value: Any) -> bool:
     return isinstance(name, str) and dense and value.device.type == "cpu"
 
 
-def _no_tensor(where: str, name: str, value: Any) -> Fault:
+def _no_tensor(where: str, name: Any, value: Any) -> Fault:
+    if not isinstance(name, str):
+        hint = "Save the model's state_dict: names and tensors."
+        return Fault(
+            "is no name of a tensor", where=where, subject=str(name), expected="a text", got=type(name).__name__, hint=hint
+        )
     if isinstance(value, torch.Tensor):
         got, hint = f"{value.dtype} of layout {value.layout} on {value.device}", "Save it as an ordinary tensor."
     else:
@@ -68,10 +73,19 @@ def _unreadable(where: str, file: Path, problem: Exception) -> Fault:
     if asked is not None:
         hint = "Only weights are read, never code. Where you trust the file, convert it to safetensors."
         return Fault("the file runs code when it is read", where=where, subject=asked[1], hint=hint)
-    told = re.search(r"WeightsUnpickler error:\s*(.+)", str(problem))
-    reason = told[1] if told else str(problem).partition("\n")[0]
-    if isinstance(problem, pickle.UnpicklingError) and not told:
-        reason = "the weights-only loader refuses it"
     size = file.stat().st_size if file.is_file() else 0
     hint = "Truncated or overwritten? Download it again, or convert it to safetensors where you trust it."
-    return Fault(f"not a readable PyTorch file: {reason or type(problem).__name__}", where=where, got=f"{size} bytes", hint=hint)
+    return Fault(f"not a readable PyTorch file: {why_unreadable(problem)}", where=where, got=f"{size} bytes", hint=hint)
+
+
+def why_unreadable(problem: Exception) -> str:
+    """PyTorch's reason, without its advice to read the file in another way, which would run its code."""
+    told = re.search(r"WeightsUnpickler error:\s*(.+)", str(problem))
+    if told is not None:
+        return told[1]
+    for kind in ("TorchScript", ".tar"):
+        if kind in str(problem) and "weights_only" in str(problem):
+            return f"it is a {kind} archive, which the weights-only loader refuses"
+    if isinstance(problem, pickle.UnpicklingError) or "weights_only" in str(problem):
+        return "the weights-only loader refuses it"
+    return str(problem).partition("\n")[0] or type(problem).__name__

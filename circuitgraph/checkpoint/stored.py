@@ -39,6 +39,17 @@ def spellings(name: str) -> tuple[str, ...]:
     return (name, f"{name}_packed", f"{name}_blocks")
 
 
+_BITSANDBYTES = (
+    "absmax",
+    "quant_map",
+    "nested_absmax",
+    "nested_quant_map",
+    "quant_state.bitsandbytes__nf4",
+    "quant_state.bitsandbytes__fp4",
+)
+"""What lies beside its 4-bit weights; beside its 8-bit ones it is SCB and weight_format."""
+
+
 def companions(name: str) -> dict[str, str]:
     """Tensors that belong to the values of weight `name`, where they exist: name to role.
 
@@ -53,10 +64,11 @@ def companions(name: str) -> dict[str, str]:
         f"{name}_input_scale": "idle",
         f"{name}_zero_point": "foreign",
         f"{name}_g_idx": "foreign",
+        **dict.fromkeys((f"{name}.{other}" for other in _BITSANDBYTES), "foreign"),
     }
     module, dot, leaf = name.rpartition(".")
     if leaf == "weight":
-        roles[f"{module}{dot}pre_quant_scale"] = "foreign"
+        roles.update(dict.fromkeys((f"{module}{dot}{other}" for other in ("pre_quant_scale", "SCB", "weight_format")), "foreign"))
         idle = ("input_scale", "input_scale_inv", "input_global_scale", "activation_scale", "output_scale")
         roles.update({f"{module}{dot}{other}": "idle" for other in idle})
     return roles
@@ -76,7 +88,10 @@ def read_stored(files: TensorFiles, name: str, block: Shape = FP8_BLOCK) -> Stor
         raise _refused(info, "the weight is stored twice", got=" and ".join(found), hint="Remove the one that is out of date.")
     present = {other: role for other, role in companions(name).items() if other in files}
     for other in (other for other, role in present.items() if role == "foreign"):
-        hint = "Zero points, orders of columns and scales of inputs are not read: export it as bf16, FP8, INT8, NVFP4 or MXFP4."
+        hint = (
+            "Zero points, orders of columns, scales of inputs and bitsandbytes' tables are not read: "
+            "export it as bf16, FP8, INT8, NVFP4 or MXFP4."
+        )
         expected = f"no such tensor beside '{info.name}'"
         raise CheckpointError(Fault("changes what the weight means", str(info.file), other, expected, hint=hint))
     idle = tuple(other for other, role in present.items() if role == "idle")

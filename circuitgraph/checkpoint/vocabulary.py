@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError, Fault
+from .pickled import why_unreadable
 
 _NUMBER = re.compile("-?[0-9]{1,18}")
 _FORMS = "a number of tokens, or a file of ids"
@@ -61,7 +62,7 @@ def _read(path: Path) -> list[Any]:
             if not isinstance(ids, list):
                 raise _refused(where, "is no list of token ids", "a JSON list", type(ids).__name__)
             return ids
-    except (OSError, ValueError, SafetensorError) as problem:
+    except (OSError, ValueError, RecursionError, SafetensorError) as problem:  # RecursionError: nested without end
         raise _refused(where, f"cannot be read: {problem}", _FORMS, None) from None
     words = [(number, word) for number, line in enumerate(text.splitlines(), 1) for word in _words(line)]
     for number, word in words:
@@ -100,7 +101,7 @@ def _unpickled(path: Path) -> Any:
     except OSError:
         raise
     except Exception as problem:  # a damaged file raises whatever it trips the unpickler over
-        raise ValueError(str(problem).partition("\n")[0]) from None
+        raise ValueError(why_unreadable(problem)) from None
 
 
 def _refused(where: str | None, message: str, expected: str, got: str | None, hint: str | None = None) -> CheckpointError:

@@ -133,8 +133,7 @@ class _Resolver:
                 hint = did_you_mean(name, file.switches)
                 self._fault(f"program '{file.program}' has no switch '{name}'", places["switches",], hint=hint)
             elif value not in legal:
-                expected = ", ".join(str(item) for item in legal)
-                self._fault(f"switch '{name}' has no value '{value}'", places["switches", name], expected=expected)
+                self._no_value(name, value, places["switches", name])
         for name, legal in file.switches.items():
             if not legal:
                 self._fault(f"switch '{name}' lists no values", places["switches", name])
@@ -183,9 +182,12 @@ class _Resolver:
             return None
         for value in values:
             if value not in self.file.switches[name]:
-                expected = ", ".join(str(item) for item in self.file.switches[name])
-                self._fault(f"switch '{name}' has no value '{value}'", where, expected=expected)
+                self._no_value(name, value, where)
         return self.switches[name]
+
+    def _no_value(self, name: str, value: Any, where: Location) -> None:
+        expected = ", ".join(str(item).lower() for item in self.file.switches[name])
+        self._fault(f"switch '{name}' has no value '{str(value).lower()}'", where, expected=expected)
 
     # -- declarations ------------------------------------------------------------------------------------------
 

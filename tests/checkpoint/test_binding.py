@@ -409,6 +409,18 @@ def test_mistaken_names_alone_do_not_decide() -> None:
     assert bind("auto", model=FIXTURES / "mimo_mtp").switches["concat"] == "hidden_first"
 
 
+def test_a_file_of_tensors_for_a_model() -> None:
+    file = FIXTURES / "mimo_mtp/model.safetensors"
+    assert refusal(lambda: bind("auto", model=file)) == (
+        f"{file}: is a file of tensors, not a model's config. Give the folder that has it and the config.json."
+    )
+
+
+def test_a_switch_without_that_value() -> None:
+    message = refusal(lambda: bind("auto", model=FIXTURES / "mimo_mtp", switches={"mask_first": "maybe"}), ProgramError)
+    assert message.partition(": ")[2] == "switch 'mask_first' has no value 'maybe'; expected false, true"
+
+
 def test_paths_and_names() -> None:
     assert refusal(lambda: bind("auto", model="nowhere")) == (
         "nowhere: the path does not exist. Give a model folder, or the path of a config.json."

@@ -10,6 +10,8 @@ import json
 import os
 import pickle
 import shutil
+import tarfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,6 +136,12 @@ class RunsCode:
 def bare_pickle() -> None:
     FILE.unlink()
     PICKLE.write_bytes(pickle.dumps({"a": RunsCode()}, protocol=2))
+
+
+def torch_script() -> None:
+    FILE.unlink()
+    with warnings.catch_warnings(action="ignore"):  # PyTorch no longer wants such files made
+        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), PICKLE)
 
 
 def in_turn(*damages: Damage) -> Damage:
@@ -353,7 +361,46 @@ REFUSED: dict[str, tuple[Damage, list[str]]] = {
         ),
         ["m/target/model.safetensors: model.embed_tokens.weight: ", "expected [512, 64]; got [520, 64]"],
     ),
+    # other people's quantisations
+    **{
+        f"bitsandbytes' {kind}": (
+            tensors(
+                lambda data, kind=kind: data.update(
+                    {
+                        UP: torch.zeros(5120, 1, dtype=torch.uint8),
+                        f"{UP}.absmax": torch.ones(2),
+                        f"{UP}.quant_map": torch.ones(16),
+                    }
+                    | {f"{UP}.quant_state.bitsandbytes__nf4": torch.ones(8)}
+                    if kind == "nf4"
+                    else {UP: data[UP].to(torch.int8), f"{L}mlp.up_proj.SCB": torch.ones(160)}
+                )
+            ),
+            [
+                f"m/model.safetensors: {UP.removesuffix('weight') if kind == 'int8' else UP}",
+                "changes what the weight means",
+                "bitsandbytes",
+            ],
+        )
+        for kind in ("nf4", "int8")
+    },
+    "TorchScript": (
+        torch_script,
+        ["m/pytorch_model.bin: not a readable PyTorch file: it is a TorchScript archive, which the weights-only loader refuses;"],
+    ),
+    "a tar": (
+        lambda: (FILE.unlink(), tarfile.open(PICKLE, "w").close()),
+        ["m/pytorch_model.bin: not a readable PyTorch file: it is a .tar archive, which the weights-only loader refuses;"],
+    ),
+    "a number for a name": (
+        pickled(lambda data: {**data, 5: data[UP]}),
+        ["m/pytorch_model.bin: 5: is no name of a tensor; expected a text; got int. Save the model's state_dict"],
+    ),
     # configs
+    "a key twice": (
+        lambda: CONFIG.write_text(CONFIG.read_text().replace('"hidden_size": 64', '"hidden_size": 32, "hidden_size": 64')),
+        ["m/config.json: no config: 'hidden_size' is in it twice. Download it again"],
+    ),
     "no config": (CONFIG.unlink, ["m/config.json: the file does not exist", "Give a model folder with a config.json"]),
     "a config that is cut off": (cut(CONFIG, 30), ["m/config.json:", "not valid JSON"]),
     "an unknown model": (
@@ -521,9 +568,7 @@ REFUSED: dict[str, tuple[Damage, list[str]]] = {
     "auxiliary layers in two places": (
         of(
             "eagle3_llama",
-            config(
-                eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, eagle_aux_hidden_state_layer_ids=[2, 3, 4]
-            ),
+            config(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, eagle_aux_hidden_state_layer_ids=[2, 3, 4]),
         ),
         [
             "m/config.json: eagle_aux_hidden_state_layer_ids: the config gives two lists; "
@@ -595,6 +640,31 @@ REFUSED: dict[str, tuple[Damage, list[str]]] = {
     "an expert too many": (
         experts(lambda name, data: data.update({EXPERT.replace(".5.", ".8."): data[name].clone()}) if name == EXPERT else None),
         ["up_proj.weight: weight 'layer.ffn.up' has another shape; expected [8, 32, 64]; got [9, 32, 64]", "m/config.json"],
+    ),
+    "two spellings of a weight": (
+        of(
+            "eagle3_llama",
+            tensors(lambda data: data.update({"layers.0.self_attn.q_proj.weight": data["midlayer.self_attn.q_proj.weight"] * 2})),
+        ),
+        [
+            "m: layers.0.self_attn.q_proj.weight: no weight of the program uses this tensor. "
+            "'q_proj' is taken from 'midlayer.self_attn.q_proj.weight': remove the one that is out of date."
+        ],
+    ),
+    "no map": (
+        of("eagle3_llama", drop("d2t", "t2d")),
+        ["m: no tensor for weight 'd2t'; expected 'd2t'. If the model has none, say so: ids=own (--set)."],
+    ),
+    "no bias, but one promised": (
+        of("eagle1_llama", config(bias=True)),
+        ["m: no tensor for weight 'fc_bias_vector'; expected 'fc.bias'. If the model has none, say so: fc_bias=false (--set)."],
+    ),
+    "a map that its marks deny": (
+        of("eagle3_llama", put("d2t", torch.zeros_like)),
+        [
+            "m/model.safetensors: t2d: marks other ids; expected the 192 ids that 'd2t' leads to; got 192 ids, ",
+            "different exports",
+        ],
     ),
     "a map of floats": (
         of("eagle3_llama", put("d2t", torch.Tensor.float)),

@@ -71,10 +71,17 @@ def test_other_files_beside_the_weights_are_not_read(folder: Path) -> None:
     assert list(TensorFiles.open(folder)) == ["a"]
 
 
-def test_an_index_wins_over_a_single_file(folder: Path) -> None:
+def test_an_index_beside_a_single_file_that_it_does_not_name(folder: Path) -> None:
+    """transformers would take the file."""
     sharded(folder)
     save_file({"old": torch.zeros(2)}, folder / "model.safetensors")
-    assert list(TensorFiles.open(folder)) == ["a", "b", "c"]
+    assert refusal(lambda: TensorFiles.open(folder)) == (
+        "m: several model weights; expected model.safetensors or model.safetensors.index.json; got model.safetensors, and "
+        "model.safetensors.index.json, which does not name it. "
+        "Which of them is it? Move the other away: loaders differ in which they take."
+    )
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"old": "model.safetensors"}}))
+    assert list(TensorFiles.open(folder)) == ["old"]
 
 
 def test_the_only_file_may_have_another_name(folder: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import circuitgraph
 from circuitgraph.artifact import read_artifact
 from circuitgraph.checkpoint import bind
-from circuitgraph.checkpoint.made import quantising, restricting
+from circuitgraph.checkpoint.made import chosen, quantising, restricting
 from circuitgraph.checkpoint.quantise import FORMATS, quantise
 from circuitgraph.checkpoint.vocabulary import draft_vocabulary
 from circuitgraph.circuit.restrict import OFFSETS, VOCABULARY, restrict_vocabulary
@@ -202,6 +202,13 @@ REFUSED = {
     ),
     "no matrix": ({"enorm": "int8"}, "mtp_dense: enorm: cannot be quantised: int8 per row holds float matrices; got bf16[64]"),
 }
+
+
+def test_a_name_wins_over_a_pattern_wherever_it_stands() -> None:
+    bound = bind("auto", model=MODEL)
+    for wanted in ({"lm_head": "int8", "*": "fp8"}, {"*": "fp8", "lm_head": "int8"}):
+        found = chosen(bound, wanted)
+        assert (found["lm_head"], found["fc"]) == (FORMATS["int8"], FORMATS["fp8"])
 
 
 @pytest.mark.parametrize(("formats", "message"), REFUSED.values(), ids=REFUSED)
@@ -487,6 +494,12 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         )
     for count in (0, 11, -3, "0"):
         assert "is no number of tokens; expected 1 to 10" in refused(count)
+
+
+def test_a_list_that_nests_without_end(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"deep.json: draft vocabulary: cannot be read: maximum recursion depth exceeded"):
+        draft_vocabulary(tmp_path / "deep.json", 10)
 
 
 def test_heads_that_cannot_be_restricted() -> None:

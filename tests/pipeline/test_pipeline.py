@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import circuitgraph
 from circuitgraph.checkpoint import default_config
 from circuitgraph.circuit.ir import Circuit
-from circuitgraph.errors import ArtifactError, CircuitError, ScheduleError
+from circuitgraph.errors import ArtifactError, CircuitError, CircuitgraphError, ScheduleError
 from circuitgraph.pipeline import STAGES, Run, work_list
 from tests.circuits import SMALL, small_mtp
 from tests.fixture_cases import FIXTURES
@@ -102,6 +102,15 @@ def test_an_existing_output_is_refused_before_any_work(config, tmp_path):
             )
     assert seen == []
     assert (tmp_path / "out" / "mine.txt").read_text() == "keep me"
+
+
+@pytest.mark.parametrize("option", ["out", "dump"])
+def test_a_folder_under_a_file_is_refused_before_any_work(option, config, tmp_path):
+    (tmp_path / "file").write_text("")
+    given = {"out": tmp_path / "a", option: tmp_path / "file" / "o"}
+    with pytest.raises(CircuitgraphError, match=r"file/o: cannot be (made|written to); got 'file' is a file"):
+        circuitgraph.compile("auto", model=config, **given, observer=lambda *args: pytest.fail("a stage ran"))
+    assert [path.name for path in tmp_path.iterdir() if path.name != config.name] == ["file"]
 
 
 def test_a_schedule_that_accepts_nothing_says_why_for_every_group(config, tmp_path):
