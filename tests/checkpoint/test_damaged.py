@@ -506,7 +506,7 @@ REFUSED: dict[str, tuple[Damage, list[str]]] = {
             of("eagle3_llama", config(**{key: value})),
             [f"m/config.json: {key}: family 'eagle3_llama' does not model this setting; expected {not value}; got {value}"],
         )
-        for key, value in {"use_aux_norm": True, "parallel_drafting": True, "fc_norm": True}.items()
+        for key, value in dict.fromkeys(("use_aux_norm", "parallel_drafting", "fc_norm", "embed_requires_grad"), True).items()
     },
     **{
         f"EAGLE-3 with {key} {str(value).lower()}": (
