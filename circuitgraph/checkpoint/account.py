@@ -198,12 +198,9 @@ class Account:
         assert model.tensors is not None
         known = {tensor for name in names for tensor in (*spellings(name), *companions(name))}
         modules = tuple(f"{name.removesuffix('.weight')}." for name in names if name.endswith(".weight"))
-        for other in sorted(model.tensors.names):
-            if other.startswith(modules) and other not in known:
-                hint = f"The target computes something else than program '{self.circuit.name}' would."
-                self.faults.append(
-                    Fault(f"belongs to '{weight.name}', and no program uses it", str(model.path), other, hint=hint)
-                )
+        hint = f"The target computes something else than program '{self.circuit.name}' would."
+        for other in sorted(other for other in model.tensors if other.startswith(modules) and other not in known):
+            self.faults.append(Fault(f"belongs to '{weight.name}', and no program uses it", str(model.path), other, hint=hint))
 
     def _target_ties(self) -> bool:
         if self.model.target is None:
