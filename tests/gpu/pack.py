@@ -373,6 +373,17 @@ CASES = (
         program="dflash",
         block=16,
     ),
+    # Heads of 64, which paged attention takes.
+    Case(
+        "direct_dflash_narrow",
+        "dflash_qwen3",
+        {**DFLASH_SIZES, "head_dim": 64},
+        widths=(1, 3),
+        context_rows=(16,),
+        entries=STEP,
+        program="dflash",
+        block=16,
+    ),
     Case("direct_eagle3", "eagle3_llama", EAGLE3_SIZES, widths=(1, 8), entries=("first", *STEP), program="eagle3"),
     Case("direct_medusa", "medusa1", MEDUSA_SIZES, widths=(1, 8, 40), entries=("draft", "logits"), program="medusa"),
     # Latent attention alone, where a few cache rows can be told from all others.

@@ -72,6 +72,19 @@ def test_a_wrong_weight_is_seen(direct):
             check(opened, case, entry, opened.call(entry, case, perturbed(opened.weights, name)))
 
 
+@pytest.mark.parametrize("context", [63, 64, 129, 1000, 4000])
+@pytest.mark.parametrize("name", ["direct_dflash", "direct_dflash_blocks", "direct_dflash_narrow"])
+def test_blocks_of_long_contexts(name, context):
+    """Every part of a context has several tiles; sequences end apart."""
+    opened = open_direct(artifact_folder(name))
+    draft = opened.entry("draft")
+    block = draft.circuit.block_size
+    for rows in opened.manifest.widths("draft"):
+        spans = [Span(max(1, context - 7 * i), block, i % 3) for i in range(rows // block)]
+        case = situation(draft, "draft", rows, context % 4, spans=spans)
+        check(opened, case, "draft", opened.call("draft", case))
+
+
 def golden(name: str):
     opened = open_direct(artifact_folder(f"direct_fixture_{name}"))
     weights = {weight: tensor.cpu() for weight, tensor in opened.weights.items()}
