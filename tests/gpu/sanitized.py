@@ -1,4 +1,5 @@
-"""Every program of an artifact, and chains: `compute-sanitizer python -m tests.gpu.sanitized build/gpu/NAME`.
+"""Every program of an artifact, and chains: `compute-sanitizer python -m tests.gpu.sanitized build/gpu/NAME`. Of a mixture, or a
+drafter that is called function by function, the programs of few rows.
 
 Chains are called thrice: as they come, recorded, replayed. What is compared elsewhere is not compared here: the sanitizer
 watches memory and races.
@@ -11,9 +12,14 @@ from pathlib import Path
 
 import torch
 
+from circuitgraph.artifact import Function, Manifest
 from circuitgraph.measure.cases import Span
 from circuitgraph.runtime import load
 from tests.gpu.calls import Kept, Table, chain_slots, host_arguments, plain_rows, recorded, run, situation
+from tests.gpu.direct import open_direct
+from tests.gpu.test_mixtures import Mixture
+
+FEW = 16
 
 
 def main(folder: Path) -> None:
@@ -35,6 +41,24 @@ def main(folder: Path) -> None:
     torch.cuda.synchronize()
 
 
+def mixture(folder: Path) -> None:
+    opened = Mixture(folder)
+    for function in few(opened.manifest):
+        opened.made(function.entry, opened.situation("any", function.rows))
+
+
+def direct(folder: Path) -> None:
+    """Contexts of several tiles for every part of it."""
+    opened = open_direct(folder)
+    for function in few(opened.manifest):
+        entry = opened.entry(function.entry)
+        opened.call(function.entry, situation(entry, function.entry, function.rows, 1, spans=[Span(1100, function.rows)]))
+
+
+def few(manifest: Manifest) -> list[Function]:
+    return [function for function in manifest.functions.values() if function.rows <= FEW]
+
+
 def packed(runner, n: int) -> None:
     spans = [Span(5 + i) for i in range(n)]
     case = situation(runner, "draft", n, 1, spans=spans)
@@ -47,4 +71,5 @@ def packed(runner, n: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    folder = Path(sys.argv[1])
+    {"mixture": mixture, "direct": direct}.get(folder.name.partition("_")[0], main)(folder)
