@@ -174,7 +174,7 @@ def _check_config(model: Path, digest: str, what: str) -> None:
     """Refuse another model than `what`, whose config has `digest`. `model` is a folder, or its config.json."""
     file = model / "config.json" if model.is_dir() else model
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_text(encoding="utf-8-sig"))
         if not isinstance(config, dict):
             raise ValueError("not an object")
     except (OSError, ValueError) as error:

@@ -351,7 +351,8 @@ def _ways_out(program: Program) -> dict[str, str]:
 
 
 def _check_marks(family: Family, refs: Mapping[str, TensorRef], model: Model) -> None:
-    """A map of own ids, told twice in a file, is told alike: the offsets lead to those ids that the marks mark.
+    """A map of own ids, told twice in a file, is told alike: the offsets lead to those ids that the marks mark. Where
+    nothing is marked the marks were never filled in.
 
     Raises:
         CheckpointError: another number of ids, or other ones.
@@ -363,7 +364,7 @@ def _check_marks(family: Family, refs: Mapping[str, TensorRef], model: Model) ->
         loaded = model.tensors.load([name, marks])
         led = (torch.arange(len(loaded[name])) + loaded[name]).sort().values
         marked = loaded[marks].flatten().nonzero().flatten()
-        if not torch.equal(led, marked):
+        if len(marked) and not torch.equal(led, marked):
             count = int(torch.isin(led, marked).sum())
             got, hint = f"{len(marked)} ids, {count} of them the same", "They are of different exports: export the drafter again."
             where, expected = str(model.tensors.info(marks).file), f"the {len(led)} ids that '{name}' leads to"

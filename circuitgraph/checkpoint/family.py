@@ -415,6 +415,8 @@ def _held(name: str, tensors: TensorFiles) -> bool:
 def _layers(config: ModelConfig, said: ItemsDecl) -> tuple[list[int] | None, list[Fault]]:
     """The target's layers that a config lists, and what is wrong with them; None where it lists none."""
     lists = {key: config.find(key) for key in said.keys if config.find(key) is not None}
+    if said.otherwise is not None:  # then an empty list says that it is the usual ones
+        lists = {key: items for key, items in lists.items() if items != []}
     wrong = {key: items for key, items in lists.items() if not _whole_numbers(items)}
     if wrong:
         return None, [_wrong_kind(config, key, "a list of whole numbers", items) for key, items in wrong.items()]

@@ -139,9 +139,10 @@ def test_a_key_that_a_config_lacks_means_what_its_model_makes_of_it(name: str, k
     elif key == "partial_rotary_factor":
         assert found.rope.dim == found.values["head_dim"] * theirs[key]
     elif key in SWITCHES:
-        assert family.switches(found).get(SWITCHES[key], theirs[key]) == theirs[key]
-    elif key in found.values:  # else binding refuses, since the program asks for it
-        assert found.values[key] == theirs[key]
+        switches = family.switches(found)
+        assert SWITCHES[key] not in wanted.switches or switches[SWITCHES[key]] == theirs[key]
+    else:  # what is not there binding refuses, since the program asks for it
+        assert found.values.get(key, theirs[key]) == theirs[key]
 
 
 def without(config: dict[str, Any], key: str) -> dict[str, Any]:

@@ -269,6 +269,15 @@ CASES = (
     Case("mixture_wide", program=MIXTURE, sizes={"hidden_size": 4096}, widths=(8, 16, 64), entries=("apply",)),
     Case("mixture_fp8", program=MIXTURE, sizes=BYTES, storage=CODED, widths=(1, 4, 8, 16, 33), entries=("apply",)),
     Case("mixture_nvfp4", program=MIXTURE, sizes=WORDS, storage=FOUR_BITS, widths=(1, 4, 8, 16, 33), entries=("apply",)),
+    # Two warps share a tile of gate and up.
+    Case(
+        "mixture_nvfp4_narrow",
+        program=MIXTURE,
+        sizes={**WORDS, "hidden_size": 256},
+        storage=FOUR_BITS,
+        widths=(1, 2, 8),
+        entries=("apply",),
+    ),
     Case(
         "mixture_nvfp4_f16",
         program=MIXTURE,

@@ -151,14 +151,6 @@ def cluster_sync(parts: int) -> None:
         do(T.ptx.barrier.cluster.wait.acquire.aligned())
 
 
-def cluster_end(parts: int) -> None:
-    """The others may still be reading this block's shared memory: none is gone before all are here. What was read has been used,
-    so nothing need be ordered."""
-    if parts > 1:
-        do(T.ptx["barrier.cluster.arrive.relaxed.aligned"]())
-        do(T.ptx["barrier.cluster.wait.aligned"]())
-
-
 def of_block(parts: int, part: int, place: Any) -> Any:
     """A float of the same place in the shared memory of another part's block."""
     value, address = register("float32"), register("uint32")

@@ -19,7 +19,7 @@ from typing import Any
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
-from .attention import Query, cluster_end, cluster_sync, some_of_block
+from .attention import Query, cluster_sync, some_of_block
 from .latent import SWIZZLE_128, power_of_two
 from .paged import LOAD_TRANSPOSED
 from .values import COPY, LOAD, LOG2_E, LOWEST, do, from_lane, hold, load_int, put, register, wide, zeros
@@ -355,12 +355,11 @@ class BlockAttention:
             row = hold(self.first_row + T.floordiv(place, self.group), "int32")
             head = hold(self.kv_head * self.group + T.floormod(place, self.group), "int32")
             values = [hold(sum(share * sums[i] for share, (_, sums) in zip(shares, found, strict=True))) for i in range(EACH)]
-            for value in values:
-                do(T.ptx["mov.b32"](value, value))  # by all threads: no read is left under way when the others may leave
             with T.If(T.And(place < self.queries, row < self.rows)), T.Then():
                 for i, value in enumerate(values):
                     finish(row, head, hold(column + i, "int32"), value)
-        cluster_end(parts)
+        if parts > 1:
+            cluster_sync(parts)  # the others may still be reading this block's sums
 
     def _found(self, unit: Any) -> tuple[Any, Any, list[tuple[Any, Any]]]:
         """(query, first column, what every block has of them: largest and total, sums) of some columns, on its way."""

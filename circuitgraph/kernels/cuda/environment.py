@@ -42,7 +42,8 @@ def launch(
 
     With `overlap` the next kernel may start at once, and this one waits for the memory of those before it: here, or, when
     `early`, where the body waits. Every thread must pass the wait, also one with nothing to do: whoever waits for this
-    kernel must be able to rely on all before it. A `fence` lets no kernel start before it has ended.
+    kernel must be able to rely on all before it. Of a `fence` the body says when the next kernel may start
+    (`Environment.release`); where it does not, that is when this one has ended.
 
     cluster: this many consecutive blocks run together and see each other's shared memory.
     """
@@ -133,7 +134,8 @@ class CudaEnvironment:
         return name in self._steady
 
     def wait(self, *, release: bool = False) -> None:
-        """Memory of earlier kernels is complete from here on. Weights, tables and what is `steady` may be read before.
+        """Memory of earlier kernels is complete from here on. Weights, tables and what is `steady` may be read before;
+        cache rows that are not this call's, too, once the program is `settled` (see `Query.fresh`).
 
         release: of a `fence`; only now may the next kernel start. So whatever starts after it may rely on all before it: the
             program is `settled`.

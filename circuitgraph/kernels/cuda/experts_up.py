@@ -204,7 +204,7 @@ class Up:
             self._find_rows(tile.first, tile.count)
         far = hold(self.tile[0] + self.tiles_ahead * self.blocks, "int32")
         x = self._row_words(0, 0) if not cut.resident else []
-        factors = self._factors_before() if self.later else self._factors(tile, self.thread < sizes.rows * 8)
+        factors = self._factors_before() if self.later else self._factors(tile, self.thread < cut.groups * sizes.rows * 8)
         if self.scales.addresses:
             with T.If(far < self.tiles), T.Then():
                 self.scales.start(self.scales.last(), ahead, 2)
