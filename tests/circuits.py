@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from circuitgraph.circuit.ir import Circuit
-from circuitgraph.language import Bindings, load_program, resolve
+from circuitgraph.language import Bindings, load_program, parse_circuit, resolve
 from circuitgraph.ops import TORCH_DTYPES, PagedKV
 
 SMALL = {
@@ -54,6 +54,20 @@ EVERYTHING = {
     "rope_style": "interleaved",
 }
 """Every switch of mtp_dense at its other value."""
+
+
+def post_norm(act: str, size: int) -> Circuit:
+    """A residual of what was normed: the epilogue of the product reads the norm that the product reads, too."""
+    return parse_circuit(f"""
+program: post_norm
+inputs: {{x: "{act}[n, {size}]"}}
+weights: {{g: "{act}[{size}]", w: "bf16[{size}, {size}]"}}
+body:
+  - z = rms_norm(x, g, eps=1e-6, flavour=plain)
+  - y = add(z, silu(linear(z, w)))
+outputs: {{y: y}}
+entries: {{run: {{outputs: [y]}}}}
+""")
 
 
 def small_mtp(switches: dict | None = None, **bindings) -> Circuit:

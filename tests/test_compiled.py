@@ -22,7 +22,7 @@ from circuitgraph.pipeline import Run, plan_piece
 from circuitgraph.plan.packed import unreadable
 from circuitgraph.plan.schedule import load_schedule
 from circuitgraph.target import backend_of, parse_target
-from tests.circuits import EVERYTHING, SMALL, random_cache, random_inputs, random_weights
+from tests.circuits import EVERYTHING, SMALL, post_norm, random_cache, random_inputs, random_weights
 from tests.compiled_calls import CompiledEntries, compile_entries
 
 # Rounding to the activation dtype happens once per op in the reference and once per group in compiled code, so in
@@ -239,29 +239,17 @@ body:
 outputs: {first: y, second: y, seen: z, through: x}
 entries: {run: {outputs: [first, second, seen, through]}}
 """
-    _compare_with_interpreter(text, {"w": torch.randn(24, 24).to(torch.bfloat16)}, tmp_path)
+    _compare_with_interpreter(parse_circuit(text), {"w": torch.randn(24, 24).to(torch.bfloat16)}, tmp_path)
 
 
 def test_a_residual_of_what_was_normed(tmp_path) -> None:
-    """A product whose epilogue reads the norm that the product reads, too."""
-    text = """
-program: post_norm
-inputs: {x: "f32[n, 24]"}
-weights: {g: "f32[24]", w: "bf16[24, 24]"}
-body:
-  - z = rms_norm(x, g, eps=1e-6, flavour=plain)
-  - y = add(z, silu(linear(z, w)))
-outputs: {y: y}
-entries: {run: {outputs: [y]}}
-"""
     weights = {"g": torch.randn(24), "w": torch.randn(24, 24).to(torch.bfloat16)}
-    _compare_with_interpreter(text, weights, tmp_path)
+    _compare_with_interpreter(post_norm("f32", 24), weights, tmp_path)
 
 
-def _compare_with_interpreter(text: str, weights: dict[str, torch.Tensor], folder: Path) -> None:
+def _compare_with_interpreter(circuit: Circuit, weights: dict[str, torch.Tensor], folder: Path) -> None:
     import tvm_ffi
 
-    circuit = parse_circuit(text)
     rules, backend = load_schedule("cpu"), backend_of(parse_target("cpu"))
     plan = plan_piece(Run(), circuit, "run", 3, "cpu", rules)
     module = tvm_ffi.load_module(str(backend.build(backend.lower([plan]), folder).library))

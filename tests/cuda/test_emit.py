@@ -16,11 +16,10 @@ from circuitgraph.kernels.cuda.architectures import architecture_of
 from circuitgraph.kernels.cuda.backend import make_backend
 from circuitgraph.kernels.cuda.build import units_of
 from circuitgraph.kernels.cuda.stream import Geometry, geometry
-from circuitgraph.language import parse_circuit
 from circuitgraph.pipeline import Run, plan_piece
 from circuitgraph.plan.schedule import load_schedule
 from circuitgraph.target import Target
-from tests.circuits import EVERYTHING, small_mtp
+from tests.circuits import EVERYTHING, post_norm, small_mtp
 from tests.gpu.pack import CASES, plans_of
 
 RULES = load_schedule("cuda")
@@ -76,17 +75,7 @@ def test_other_dtypes_fall_to_the_plain_kernels():
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_a_residual_of_what_was_normed_is_emitted(rows):
-    text = """
-program: post_norm
-inputs: {x: "bf16[n, 512]"}
-weights: {g: "bf16[512]", w: "bf16[512, 512]"}
-body:
-  - z = rms_norm(x, g, eps=1e-6, flavour=plain)
-  - y = add(z, silu(linear(z, w)))
-outputs: {y: y}
-entries: {run: {outputs: [y]}}
-"""
-    plan = plan_of(parse_circuit(text), rows, "run")
+    plan = plan_of(post_norm("bf16", 512), rows, "run")
     assert plan.choices[1].kernel != "cuda.linear_plain"
     assert len(kernels_of(source_of(plan))) >= 2
 

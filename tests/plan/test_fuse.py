@@ -12,7 +12,7 @@ from circuitgraph.circuit.restrict import restrict_vocabulary
 from circuitgraph.errors import CircuitError
 from circuitgraph.language import Bindings, load_program, parse_circuit, resolve
 from circuitgraph.plan.fuse import fuse, verify_groups
-from tests.circuits import EVERYTHING, SMALL, small_mtp
+from tests.circuits import EVERYTHING, SMALL, post_norm, small_mtp
 
 
 def grouped(circuit, entry="draft", rows=4):
@@ -90,17 +90,7 @@ entries: {run: {outputs: [y]}}
 @pytest.mark.parametrize("target", ["cpu", "cuda:sm_90a"])
 def test_a_residual_of_what_the_group_norms_leaves_the_norm_outside(target):
     # Kernels that fold a norm into the product never have its rows; an epilogue that adds them reads them from memory.
-    text = """
-program: post_norm
-inputs: {x: "bf16[n, 512]"}
-weights: {g: "bf16[512]", w: "bf16[512, 512]"}
-body:
-  - z = rms_norm(x, g, eps=1e-6, flavour=plain)
-  - y = add(z, silu(linear(z, w)))
-outputs: {y: y}
-entries: {run: {outputs: [y]}}
-"""
-    circuit = specialize(slice_entry(parse_circuit(text), "run"), 4)
+    circuit = specialize(slice_entry(post_norm("bf16", 512), "run"), 4)
     plan = fuse(circuit, "run", 4, target)
     assert ops_of(plan) == [("rows", ["rms_norm"]), ("project", ["linear", "silu", "add"])]
 
