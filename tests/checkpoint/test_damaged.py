@@ -781,6 +781,21 @@ LEGAL: dict[str, Damage] = {
 }
 
 
+EAGLE3_LEGAL: dict[str, Damage] = {
+    "an empty list of auxiliary layers: the usual ones": config(eagle_config={"eagle_aux_hidden_state_layer_ids": []}),
+    "marks that were never filled in": put("t2d", torch.zeros_like),
+}
+
+
+@pytest.mark.parametrize("damage", EAGLE3_LEGAL.values(), ids=EAGLE3_LEGAL)
+def test_legal_of_eagle3(damage: Damage) -> None:
+    whole = bind("auto", model=FIXTURES / "eagle3_llama")
+    of("eagle3_llama", damage)()
+    bound = bind("auto", model="m")
+    assert bound.circuit.facts == whole.circuit.facts
+    assert bound.tensors.keys() == whole.tensors.keys()
+
+
 @pytest.mark.parametrize("damage", LEGAL.values(), ids=LEGAL)
 def test_legal(damage: Damage) -> None:
     whole = bind("auto", model=FIXTURES / "qwen3_dense_mtp").load_weights(positions=4)
