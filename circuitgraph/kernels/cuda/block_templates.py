@@ -42,7 +42,7 @@ class AttendBlocks(Kernel):
         heads, dim, kv_heads, dtypes = attend_facts(plan, group)
         if len(dtypes) > 1 or "f32" in dtypes:
             return f"needs queries and cache in bf16 or f16, both the same, got {', '.join(sorted(dtypes))}"
-        if dim != 128:  # with 64, results were wrong on a GPU as soon as a part had several tiles; why is not known
+        if dim != 128:  # with 64, ptxas 13.0 puts weights into the registers of the queries, which the next tile needs again
             return f"head size {dim}"
         block = plan.circuit.block_size
         if heads % kv_heads or block > 32 or (block * heads // kv_heads) % 16:
