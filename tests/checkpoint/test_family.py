@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from circuitgraph.checkpoint import bind, load_family, shipped_families
+from circuitgraph.checkpoint import bind, load_circuit, load_family, shipped_families
 from circuitgraph.checkpoint.config import read_raw
 from circuitgraph.checkpoint.family import recognise
 from circuitgraph.errors import CheckpointError, CircuitgraphError
@@ -115,18 +115,23 @@ SWITCHES = {"norm_topk_prob": "renormalise", "attention_bias": "qkv_bias", "use_
 NUMBERS = ("head_dim", "num_key_value_heads", "rms_norm_eps", "routed_scaling_factor", "n_group", "topk_group")
 
 
-@pytest.mark.parametrize("key", ["rope_theta", "partial_rotary_factor", "tie_word_embeddings", *NUMBERS, *SWITCHES])
-@pytest.mark.parametrize("name", MODEL_TYPES)
+def asked(name: str) -> list[str]:
+    """Keys that mean something to a family's program."""
+    program = load_program(load_family(name).file.program).file
+    wanted = {*program.dims.values(), *program.params.values()}
+    decided = [key for key, switch in SWITCHES.items() if switch in program.switches]
+    return ["rope_theta", "partial_rotary_factor", "tie_word_embeddings", *filter(wanted.__contains__, NUMBERS), *decided]
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name in MODEL_TYPES for key in asked(name)])
 def test_a_key_that_a_config_lacks_means_what_its_model_makes_of_it(name: str, key: str) -> None:
     """Or has to be there: the default of transformers' class is the same as ours, or ours is none."""
     transformers = pytest.importorskip("transformers")
     plain = transformers.CONFIG_MAPPING[MODEL_TYPES[name]]().to_dict()
     theirs = {**plain, **plain["rope_parameters"]}
     family = load_family(name)
-    wanted = load_program(family.file.program).file
-    asked = key in {*wanted.dims.values(), *wanted.params.values()} or key in SWITCHES
-    if key not in theirs or not (asked or key in ("rope_theta", "partial_rotary_factor", "tie_word_embeddings")):
-        return
+    if key not in theirs:
+        pytest.skip(f"{MODEL_TYPES[name]}'s class has no default of it")
     config = without(family.file.example, key)
     try:
         found = family.read_config(read_raw(config))
@@ -139,10 +144,12 @@ def test_a_key_that_a_config_lacks_means_what_its_model_makes_of_it(name: str, k
     elif key == "partial_rotary_factor":
         assert found.rope.dim == found.values["head_dim"] * theirs[key]
     elif key in SWITCHES:
-        switches = family.switches(found)
-        assert SWITCHES[key] not in wanted.switches or switches[SWITCHES[key]] == theirs[key]
-    else:  # what is not there binding refuses, since the program asks for it
-        assert found.values.get(key, theirs[key]) == theirs[key]
+        assert family.switches(found)[SWITCHES[key]] == theirs[key]
+    elif key in found.values:
+        assert found.values[key] == theirs[key]
+    else:
+        with pytest.raises(CheckpointError, match=f"{key}: the key is missing"):
+            load_circuit(family.file.program, family=name, config=config)
 
 
 def without(config: dict[str, Any], key: str) -> dict[str, Any]:
