@@ -53,6 +53,18 @@ ARCHITECTURES = {
 DEFAULT = "sm_90a"
 """What `cuda` alone means: the one that kernels were measured on."""
 
+GROUPS, PROCESSORS = 8, 12
+"""Groups of multiprocessors, and how many each has at least: an H200's 132 are 12 to 18 each. A cluster of blocks lies in one
+group. What does not fit beside the others waits for them, and takes as long again: slow, never wrong."""
+
+CLUSTERS_OF_HALVES = {8: 30, 4: 62, 3: 79, 2: 132}
+"""How many clusters run at once on an H200, by blocks of each, two a multiprocessor (`cuOccupancyMaxActiveClusters`)."""
+
+
+def at_once(clusters: int, blocks: int) -> bool:
+    """Do so many clusters of so many blocks, each with a multiprocessor of its own, run at once?"""
+    return blocks <= 2 or clusters <= GROUPS * (PROCESSORS // blocks)
+
 
 def architecture(name: str) -> Architecture:
     """Raises BuildError for one that there are no kernels for."""

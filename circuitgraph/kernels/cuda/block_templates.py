@@ -7,14 +7,10 @@ from typing import Any
 
 from ...plan.ir import Group, Plan
 from ..base import Kernel, kernel, within
-from .architectures import architecture_of, fitting
+from .architectures import CLUSTERS_OF_HALVES, architecture_of, fitting
 from .block_attention import TILE, BlockAttention, shared_bytes, warps_of
 from .paged import CLUSTER
 from .shared import attend_end, attend_facts, query_of, refuse_attend
-
-CLUSTERS = {8: 30, 4: 62, 3: 79, 2: 132}
-"""How many an H200 runs at once, by thread blocks of each, two a processor (`cuOccupancyMaxActiveClusters`). A cluster lies in
-one of the GPU's groups of processors; what does not fit waits for the others and takes as long again."""
 
 
 @kernel
@@ -65,7 +61,7 @@ class AttendBlocks(Kernel):
     def parts(plan: Plan, group: Group, params: Any) -> int:
         """As many as run at once."""
         clusters = -(-plan.rows // plan.circuit.block_size) * attend_facts(plan, group)[2]
-        return params.parts or next((parts for parts, fit in CLUSTERS.items() if clusters <= fit), 1)
+        return params.parts or next((parts for parts, fit in CLUSTERS_OF_HALVES.items() if clusters <= fit), 1)
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:

@@ -91,8 +91,8 @@ class Up:
                     self._find_shared(tile, here)
                     self._fill(number, here)
             self.env.wait()
-            if self.alone and self.env.overlap:
-                do(T.ptx.griddepcontrol.launch_dependents())
+            if self.alone:
+                self.env.release()
             if cut.resident:
                 self._load_x()
             if one:

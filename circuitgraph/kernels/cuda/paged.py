@@ -28,16 +28,6 @@ CLUSTER = 8
 LOAD_TRANSPOSED = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
 
 
-GROUPS, PROCESSORS = 8, 12
-"""Groups of multiprocessors that a cluster lies in one of, and how many each has at least: an H200's 132 are 12 to 18 each."""
-
-
-def at_once(clusters: int, blocks: int) -> bool:
-    """Do so many clusters of so many blocks, each with a multiprocessor of its own, run at once? One that is left over takes as
-    long as all others."""
-    return blocks <= 2 or clusters <= GROUPS * (PROCESSORS // blocks)
-
-
 def groups_of(heads: int, kv_heads: int) -> tuple[int, int] | None:
     """(groups of a KV head, query heads of each), None where they cannot be cut evenly."""
     each = heads // kv_heads

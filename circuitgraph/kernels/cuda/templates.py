@@ -9,14 +9,14 @@ from typing import Any
 from ...plan.fuse import CACHE, ROWS
 from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, refuse_packed, within
-from .architectures import architecture_of, fitting
+from .architectures import architecture_of, at_once, fitting
 from .attention import emit_combine, emit_plain_attention
 from .block_templates import AttendBlocks
 from .epilogue import refuse_epilogue
 from .experts_templates import MixturePlain, MixtureStream
 from .head_templates import HeadPlain, HeadStream
 from .latent_templates import LatentPlain, LatentWarpgroups
-from .paged import CLUSTER, PagedAttention, at_once, groups_of, shared_bytes
+from .paged import CLUSTER, PagedAttention, groups_of, shared_bytes
 from .plain import WARPS, emit_plain, emit_plain_top1
 from .row_program import emit_rows, refuse_rows, sinks_of
 from .shared import (
