@@ -158,7 +158,7 @@ def check_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], devic
             faults.append(Fault("does not fit", where=manifest.program, subject=name, expected=expected, got=got, hint=hint))
     if not faults:
         name = own_ids.map_of(manifest.circuit)
-        fault = own_ids.fault_of(manifest.circuit, name, weights[name], manifest.model.vocab_size) if name else None
+        fault = own_ids.fault_of(manifest.program, name, weights[name], manifest.model.vocab_size) if name else None
         faults += [fault] if fault else []
         for table in manifest.circuit.tables:
             cos, sin = (weights[value.name] for value in table.tensors())

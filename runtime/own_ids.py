@@ -24,8 +24,9 @@ def takes_own_masks(circuit: Circuit) -> bool:
     return map_of(circuit) is not None and not any(node.op == "own_mask" for node in circuit.nodes)
 
 
-def fault_of(circuit: Circuit, name: str, offsets: torch.Tensor, vocab: int) -> Fault | None:
-    """What is wrong with a map: each own id is one of `vocab` tokens. Its values are read once, at load."""
+def fault_of(where: str, name: str, offsets: torch.Tensor, vocab: int) -> Fault | None:
+    """What is wrong with a map: each own id is one of `vocab` tokens. Its values are read when a checkpoint is bound, and
+    at load."""
     ids = torch.arange(len(offsets)) + offsets.cpu().long()
     outside = ((ids < 0) | (ids >= vocab)).nonzero()
     if not len(outside):
@@ -34,7 +35,7 @@ def fault_of(circuit: Circuit, name: str, offsets: torch.Tensor, vocab: int) -> 
     got = f"own id {own} with offset {int(offsets[own])} is {int(ids[own])}; {len(outside)} of {len(ids)} are out of range"
     hint = "The map belongs to another target, or holds ids instead of offsets."
     message, expected = "leads out of the target's vocabulary", f"ids 0..{vocab - 1}"
-    return Fault(message, where=circuit.name, subject=name, expected=expected, got=got, hint=hint)
+    return Fault(message, where=where, subject=name, expected=expected, got=got, hint=hint)
 
 
 def narrowed(allowed: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

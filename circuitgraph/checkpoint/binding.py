@@ -22,6 +22,7 @@ from ..language.resolve import Bindings, resolve
 from ..language.schema import SwitchValue, WeightDecl
 from ..ops.base import TORCH_DTYPES
 from ..places import shipped_programs
+from ..runtime import own_ids
 from ..runtime.rope import RopeSpec, rope_tables
 from .account import Account, ReportRow, TensorRef
 from .config import TEXT, ModelConfig, RawConfig, check_quantisation, find_value, read_raw
@@ -253,6 +254,7 @@ def bind(
     _check_block(circuit, chosen, config)
     account = Account(chosen, circuit, config, opened, wt, host_dtype, _ways_out(loaded))
     refs, rows = account.settle()
+    _check_map(circuit, refs, opened, config)
     _check_marks(chosen, refs, opened)
     act = act or wt or _most_common(refs.values())
     own = {name: ref.dtype for name, ref in refs.items()} if wt is None else {}
@@ -348,6 +350,22 @@ def _ways_out(program: Program) -> dict[str, str]:
             other = next((other for other in program.file.switches.get(switch, ()) if other != value), None)
             found[name] = f"{switch}={str(other).lower()}"
     return found
+
+
+def _check_map(circuit: Circuit, refs: Mapping[str, TensorRef], model: Model, config: ModelConfig) -> None:
+    """The checkpoint's map of own ids stays inside the target's vocabulary.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    name = own_ids.map_of(circuit)
+    ref = refs.get(name) if name else None
+    if ref is None or ref.source != "drafter" or model.tensors is None:
+        return
+    offsets = model.tensors.load([ref.name])[ref.name]
+    fault = own_ids.fault_of(str(ref.file), ref.name, offsets, int(config.values["vocab_size"]))
+    if fault is not None:
+        raise CheckpointError(fault)
 
 
 def _check_marks(family: Family, refs: Mapping[str, TensorRef], model: Model) -> None:

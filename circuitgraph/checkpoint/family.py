@@ -32,12 +32,14 @@ class _Strict(BaseModel):
 
 class ConfigSwitch(_Strict):
     """A switch that is decided by a config key; where the config lacks it, by whether the file has a `tensor`: `held` or
-    `absent`; `default` where there is neither key nor file."""
+    `absent`; `default` where there is neither key nor file. equal: two config values without whose equality the tensor may
+    not be absent: then it is `default`, and the tensor is missed."""
 
     config: str | None = None
     tensor: str | None = None
     held: SwitchValue | None = None
     absent: SwitchValue | None = None
+    equal: tuple[str, str] | None = None
     default: SwitchValue
 
 
@@ -242,7 +244,7 @@ class Family:
                 continue
             value = config.find(decl.config) if decl.config else None
             if value is None and decl.tensor and tensors is not None:
-                value = decl.held if _held(decl.tensor, tensors) else decl.absent
+                value = decl.held if _held(decl.tensor, tensors) else decl.absent if _equal(decl, config) else None
             decided[name] = decl.default if value is None else value
             if type(decided[name]) is not type(decl.default):
                 expected = "true or false" if isinstance(decl.default, bool) else "a text"
@@ -410,6 +412,11 @@ def _expression(pattern: str) -> re.Pattern[str]:
 def _held(name: str, tensors: TensorFiles) -> bool:
     """Whether the file has weight `name` of any layer, plain or quantised."""
     return any(_matches(spelling, tensor) for spelling in spellings(name) for tensor in tensors.names)
+
+
+def _equal(decl: ConfigSwitch, config: ModelConfig) -> bool:
+    """Whether the two config values are equal without which the switch's tensor may not be absent."""
+    return len({config.values.get(key, config.find(key)) for key in decl.equal or ()}) <= 1
 
 
 def _layers(config: ModelConfig, said: ItemsDecl) -> tuple[list[int] | None, list[Fault]]:

@@ -625,6 +625,31 @@ def test_speculators_own_config_of_an_eagle3_head() -> None:
     assert bound.rope == plain.rope
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"draft_vocab_size": 512},
+        {"draft_vocab_size": None, "architectures": ["LlamaForCausalLMEagle3"]},
+        {"draft_vocab_size": None, "speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "llama"}},
+    ],
+    ids=["as many", "null", "null of speculators"],
+)
+def test_an_eagle3_head_may_score_all_tokens_of_the_target(config: dict) -> None:
+    def whole_head(tensors: Tensors) -> None:
+        del tensors["d2t"], tensors["t2d"]
+        tensors["lm_head.weight"] = torch.randn(512, 64).to(tensors["lm_head.weight"].dtype)
+
+    model = edited("eagle3_llama", whole_head, config)
+    if "transformer_layer_config" in config:
+        sizes = json.loads(Path("m/config.json").read_text())
+        text = {key: sizes.pop(key) for key in list(sizes) if key not in config}
+        Path("m/config.json").write_text(json.dumps({**sizes, "transformer_layer_config": text | {"model_type": "llama"}}))
+    bound = bind("auto", model=model)
+    assert (bound.family, dict(bound.circuit.facts)["ids"]) == ("eagle3_llama", "own")  # which are the target's
+    assert "d2t" not in bound.tensors
+    assert bound.tensors["lm_head"].shape == (512, 64)
+
+
 def test_what_lies_beside_a_drafter_that_is_stored_alone_is_looked_at() -> None:
     for path in shipped_families().values():
         file = load_family(path).file

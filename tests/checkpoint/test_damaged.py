@@ -666,6 +666,14 @@ REFUSED: dict[str, tuple[Damage, list[str]]] = {
             "different exports",
         ],
     ),
+    "a map of another target": (
+        of("eagle3_llama", put("d2t", lambda map: map + 10000)),
+        ["m/model.safetensors: d2t: leads out of the target's vocabulary; expected ids 0..511; got own id 0 with offset 1"],
+    ),
+    "a map of ids": (
+        of("eagle3_llama", put("d2t", lambda map: map + torch.arange(len(map)))),
+        ["d2t: leads out of the target's vocabulary", "or holds ids instead of offsets"],
+    ),
     "a map of floats": (
         of("eagle3_llama", put("d2t", torch.Tensor.float)),
         ["m/model.safetensors: d2t: the table cannot be read from this dtype; expected i64; got f32"],
