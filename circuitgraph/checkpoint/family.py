@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -91,6 +91,13 @@ class WaivedDecl(_Strict):
     reason: str
 
 
+class AmbiguousDecl(_Strict):
+    """A setting that means several things in published configs. Which one, somebody says by giving `switch`."""
+
+    switch: str
+    meanings: str
+
+
 class FamilyFile(_Strict):
     family: str
     doc: str
@@ -106,6 +113,7 @@ class FamilyFile(_Strict):
     required: list[str] = Field(default_factory=list)
     target: str | None = None
     supports: dict[str, list[ConfigValue] | Literal["absent"]] = Field(default_factory=dict)
+    ambiguous: dict[str, AmbiguousDecl] = Field(default_factory=dict)
     switches: dict[str, SwitchValue | ConfigSwitch] = Field(default_factory=dict)
     layer: LayerDecl | None = None
     prefixes: list[str] = Field(min_length=1)
@@ -129,8 +137,9 @@ class Family:
         """Whether every condition of one of the family's `recognise` alternatives holds."""
         return any(all(_holds(config, key, wanted) for key, wanted in case.items()) for case in self.file.recognise)
 
-    def read_config(self, raw: RawConfig, *, attention: bool = True) -> ModelConfig:
-        """The config from where this family keeps it. attention: whether the program has any.
+    def read_config(self, raw: RawConfig, *, attention: bool = True, told: Container[str] = ()) -> ModelConfig:
+        """The config from where this family keeps it. attention: whether the program has any. told: switches that somebody
+        gave, which decide what an ambiguous setting means.
 
         Raises:
             CheckpointError: as `config.read_config`, and for a setting that the family's program does not model.
@@ -138,25 +147,29 @@ class Family:
         defaults = {key: said for key, said in self.file.values.items() if isinstance(said, int | float)}
         config = read_config(raw, self.file.sections, defaults=defaults, required=self.file.required, attention=attention)
         check_quantisation(raw)
-        faults = []
-        for key, accepted in self.file.supports.items():
-            value = config.find(key)
-            values = value if isinstance(value, list) else [value]
-            if value is not None and accepted and (accepted == "absent" or any(item not in accepted for item in values)):
-                faults.append(
-                    Fault(
-                        f"family '{self.name}' does not model this setting",
-                        where=raw.file,
-                        subject=key,
-                        expected="no such key" if accepted == "absent" else " or ".join(repr(item) for item in accepted),
-                        got=repr(value),
-                        hint=f"Program '{self.file.program}' would compute something else.",
-                    )
-                )
+        faults = self._unsupported(config, told)
         window = None if faults or not attention else self._window(config)
         if faults or window is not None:
             raise CheckpointError([*faults, *([window] if window else [])])
         return replace(config, values={**config.values, **self._values(config)})
+
+    def _unsupported(self, config: ModelConfig, told: Container[str]) -> list[Fault]:
+        """A fault for each setting that the family's program does not model, or that may mean several things."""
+        faults = []
+        for key, accepted in self.file.supports.items():
+            value, unclear = config.find(key), self.file.ambiguous.get(key)
+            values = value if isinstance(value, list) else [value]
+            fine = not accepted or (accepted != "absent" and all(item in accepted for item in values))
+            if value is None or fine or (unclear and unclear.switch in told):
+                continue
+            expected = "no such key" if accepted == "absent" else " or ".join(repr(item) for item in accepted)
+            message = f"family '{self.name}' does not model this setting"
+            hint = f"Program '{self.file.program}' would compute something else."
+            if unclear:
+                message = "the setting means several things"
+                hint = f"Say by the switch '{unclear.switch}' (--set) which one it is here: {unclear.meanings}."
+            faults.append(Fault(message, config.raw.file, key, expected, repr(value), hint))
+        return faults
 
     def _values(self, config: ModelConfig) -> dict[str, Any]:
         """What the program calls otherwise than the config, and what stands for a key that the config lacks."""

@@ -650,6 +650,15 @@ def test_an_eagle3_head_may_score_all_tokens_of_the_target(config: dict) -> None
     assert bound.tensors["lm_head"].shape == (512, 64)
 
 
+@pytest.mark.parametrize("recycle", ["pre_norm", "post_norm"])
+def test_a_setting_of_two_meanings_is_taken_once_its_switch_is_given(recycle: str) -> None:
+    model = edited("eagle3_llama", config={"norm_output": True})
+    bound = bind("auto", model=model, switches={"recycle": recycle})
+    assert dict(bound.circuit.facts)["recycle"] == recycle
+    given = load_circuit("eagle3", config="m/config.json", switches={"recycle": recycle})
+    assert given.facts == bound.circuit.facts
+
+
 def test_what_lies_beside_a_drafter_that_is_stored_alone_is_looked_at() -> None:
     for path in shipped_families().values():
         file = load_family(path).file

@@ -500,6 +500,14 @@ REFUSED: dict[str, tuple[Damage, list[str]]] = {
         of("dflash_qwen3", within("dflash_config", target_layer_ids=[None, 1, 2])),
         ["m/config.json: dflash_config.target_layer_ids: the value is of the wrong kind; expected a list of whole numbers"],
     ),
+    "EAGLE-3 with a setting of two meanings": (
+        of("eagle3_llama", config(norm_output=True)),
+        [
+            "m/config.json: norm_output: the setting means several things",
+            "by the switch 'recycle' (--set) which one",
+            "post_norm in vLLM",
+        ],
+    ),
     # settings that other engines know and programs here do not
     **{
         f"EAGLE-3 with {key} {str(value).lower()}": (
