@@ -14,7 +14,7 @@ from ...circuit.ir import Value
 from ...circuit.types import DTYPE_BITS, StateType, TensorType
 from ...lower import argument_values
 from ...plan.ir import Group, Plan, Scratch
-from .values import do, named, wide
+from .values import do, named, register, wide
 
 TIR_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32", "i64": "int64", "u8": "uint8"}
 
@@ -27,16 +27,17 @@ def int_equal(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True)
 class Thread:
-    """Where a thread is in its grid."""
+    """Where a thread is in its grid. once: the policy of what is read once, for `COPY_ONCE`: it leaves L2 before all else."""
 
     block: Any
     warp: Any
     lane: Any
+    once: Any = None
 
 
 @contextmanager
 def launch(
-    blocks: int, warps: int, overlap: bool, *, early: bool = False, cluster: int = 1, fence: bool = False
+    blocks: int, warps: int, overlap: bool, *, early: bool = False, cluster: int = 1, fence: bool = False, once: bool = False
 ) -> Iterator[Thread]:
     """One launch; what is emitted inside is its body.
 
@@ -45,18 +46,26 @@ def launch(
     kernel must be able to rely on all before it. Of a `fence` the body says when the next kernel may start
     (`Environment.release`); where it does not, that is when this one has ended.
 
-    cluster: this many consecutive blocks run together and see each other's shared memory.
+    cluster: this many consecutive blocks run together and see each other's shared memory. once: some of what is copied is read
+    once (`Thread.once`).
     """
     with T.attr({"tirx.device_entry": True}):
         if cluster > 1:
             T.cta_id_in_cluster([cluster])
-        thread = Thread(T.cta_id([blocks]), T.warp_id([warps]), T.lane_id([32]))
+        place = T.cta_id([blocks]), T.warp_id([warps]), T.lane_id([32])
+        thread = Thread(*place, _leaves_first() if once else None)
         if overlap:
             if not fence:
                 do(T.ptx.griddepcontrol.launch_dependents())
             if not early:
                 do(T.ptx.griddepcontrol.wait())
         yield thread
+
+
+def _leaves_first() -> Any:
+    policy = register("uint64", name="once")
+    do(T.ptx["createpolicy.fractional.L2::evict_first.b64"](policy[0], T.float32(1)))
+    return policy[0]
 
 
 @dataclass(frozen=True)
@@ -123,10 +132,10 @@ class CudaEnvironment:
     # -- kernels -----------------------------------------------------------------------------------------------
 
     def kernel(
-        self, blocks: int, warps: int, *, early: bool = False, cluster: int = 1, fence: bool = False
+        self, blocks: int, warps: int, *, early: bool = False, cluster: int = 1, fence: bool = False, once: bool = False
     ) -> AbstractContextManager[Thread]:
         """One launch, see `launch`; with `early` the body itself calls `wait`."""
-        return launch(blocks, warps, self.overlap, early=early, cluster=cluster, fence=fence)
+        return launch(blocks, warps, self.overlap, early=early, cluster=cluster, fence=fence, once=once)
 
     def steady(self, name: str) -> bool:
         """May a kernel read this argument before it waits? Positions and the addressing of caches are complete before a

@@ -10,7 +10,7 @@ from tvm.tirx.script import builder as T
 
 from . import one_row
 from .formats import Format
-from .values import COPY, COPY_WORD, do, hold, put, register, zeros
+from .values import COPY, COPY_ONCE, COPY_WORD, do, hold, put, register, zeros
 
 
 class Product:
@@ -124,7 +124,7 @@ class Ring:
         """Start copying both pieces of weights."""
         for half in range(2):
             source = T.reinterpret("handle", addresses[half] + T.uint64(offset))
-            do(T.ptx[COPY](self.memory.ptr_to([self.at.warp, slot, half, self.at.lane, 0]), source, 16))
+            do(T.ptx[COPY_ONCE](self.memory.ptr_to([self.at.warp, slot, half, self.at.lane, 0]), source, 16, self.at.once))
 
     def copy_scales(self, slot: Any, address: Callable[[Any], Any]) -> None:
         """Start copying a step's scales, a line by each of the first lanes. A copy of few bytes costs a lane as much as one of

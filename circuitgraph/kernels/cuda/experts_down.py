@@ -92,7 +92,7 @@ class Down:
 
     def emit(self, finish: Callable[[Any, Any, list[Any]], None]) -> None:
         cut = self.cut
-        with self.env.kernel(self.blocks, cut.warps, early=True) as at:
+        with self.env.kernel(self.blocks, cut.warps, early=True, once=True) as at:
             self.at, self.thread = at, hold(at.warp * 32 + at.lane, "int32", "thread")
             pool = SMEMPool()
             self.product = Product(self.format, at.lane, self.sizes.rows)

@@ -15,7 +15,7 @@ from .expert_one import OneRow
 from .expert_steps import Ring
 from .experts import STEP_WORDS, down_scales
 from .experts_down import Cursor, Down
-from .values import COPY, COPY_WORD, do, hold, load_int, put, register, zeros
+from .values import COPY_ONCE, COPY_WORD, do, hold, load_int, put, register, zeros
 
 
 class _Walk(Cursor):
@@ -160,7 +160,8 @@ class EarlyDown(Down):
         for part in range(each):
             for half in range(2):
                 source = T.reinterpret("handle", begin + T.Cast("uint64", half * 8 * line + part * STEP_WORDS * 4))
-                do(T.ptx[COPY](self.ring.memory.ptr_to([self.at.warp, slot, part * 2 + half, lane, 0]), source, 16))
+                target = self.ring.memory.ptr_to([self.at.warp, slot, part * 2 + half, lane, 0])
+                do(T.ptx[COPY_ONCE](target, source, 16, self.at.once))
         high, across = storage.block  # type: ignore[union-attr]
         bytes = 1 if self.format.scaled == "numbers" else 4
         columns = [-(-size // across) if across else 1 for size in (sizes.shared, sizes.inner)]

@@ -8,7 +8,6 @@ from typing import Any
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
-from .environment import launch
 from .expert_groups import Groups, rank_in
 from .expert_one import OneRow
 from .expert_scales import TileScales
@@ -63,7 +62,7 @@ class Up:
         sizes, cut = self.sizes, self.cut
         self.x, self.gate = x, gate
         # Where `Down` chooses for itself it relies on the logits, so it starts when this kernel may, not before.
-        with launch(self.blocks, cut.warps, self.env.overlap, early=True, fence=self.alone) as at:
+        with self.env.kernel(self.blocks, cut.warps, early=True, fence=self.alone, once=True) as at:
             self.at, self.thread = at, hold(at.warp * 32 + at.lane, "int32", "thread")
             pool = SMEMPool()
             self.ring, self.product = Ring(pool, cut.warps, cut.stages, 0, at), Product(self.format, at.lane, sizes.rows)

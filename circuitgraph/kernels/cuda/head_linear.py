@@ -15,7 +15,7 @@ from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
 from .formats import Format, Scales, number, of_row
-from .values import COPY, LOAD, do, hold, load, put, register, wide, zeros
+from .values import COPY_ONCE, LOAD, do, hold, load, put, register, wide, zeros
 
 LOAD_TRANSPOSED = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
 WARPS = 4
@@ -103,7 +103,7 @@ def emit_head_product(
 ) -> None:
     """x: [rows, heads * stride / 2] words; weight: [heads * block, ...] words; finish(row, head, column, value)."""
     groups, chunks = -(-product.rows // ROWS), product.made // product.chunk
-    with env.kernel(product.heads * chunks * groups, WARPS, early=True) as at:
+    with env.kernel(product.heads * chunks * groups, WARPS, early=True, once=True) as at:
         pool = SMEMPool()
         width = product.chunk // 8 if product.into_latent else product.summed // 8  # chunks of 16 bytes in a line
         lines = product.summed if product.into_latent else product.chunk
@@ -115,7 +115,7 @@ def emit_head_product(
         first_row = hold(T.floordiv(at.block, chunks * product.heads) * ROWS, "int32", "first_row")
         first_line = hold(head * product.block + product.start + (0 if product.into_latent else chunk * product.chunk), "int32")
         first_word = chunk * (product.chunk // format.columns) if product.into_latent else T.int32(0)
-        copy = _Copy(at.warp * 32 + at.lane, lines, width, tile, weight, first_line, first_word, format)
+        copy = _Copy(at.warp * 32 + at.lane, at.once, lines, width, tile, weight, first_line, first_word, format)
         kept = copy.begin()
         env.wait()
         block = _Block(product, at, x, tile, halves, width, head, chunk, first_row, first_line, format, scales, finish)
@@ -134,6 +134,7 @@ class _Copy:
     """A block's weights to shared memory, as `lines` of `width` chunks of 16 bytes, swizzled by line."""
 
     thread: Any
+    once: Any
     lines: int
     width: int
     tile: Any
@@ -149,7 +150,7 @@ class _Copy:
             with T.serial(0, self.lines * self.width // threads) as turn:
                 piece = hold(turn * threads + self.thread, "int32")
                 line, place = T.floordiv(piece, self.width), T.floormod(piece, self.width)
-                do(T.ptx[COPY](self._place(line, place), self._source(line, place), 16))
+                do(T.ptx[COPY_ONCE](self._place(line, place), self._source(line, place), 16, self.once))
             do(T.ptx.cp.async_.commit_group())
             return kept
         narrow = self.width // 2  # chunks of bytes in a line

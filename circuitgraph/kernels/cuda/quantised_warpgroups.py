@@ -15,7 +15,7 @@ from tvm.tirx.script import builder as T
 
 from .formats import Format, of_row
 from .plain import Projection
-from .values import COPY, COPY_WORD, do, hold, register, wide
+from .values import COPY_ONCE, COPY_WORD, do, hold, register, wide
 from .warpgroups import DEPTH, UNIT, WarpgroupTile, WarpgroupTiles
 
 COPYING = 64
@@ -107,7 +107,7 @@ class QuantisedWarpgroups(WarpgroupTiles):
         for index in range(self.tile.pieces // COPYING):
             number, _, piece = self._piece(index)
             source = T.reinterpret("handle", self.sources[index] + T.Cast("uint64", self.stage[0]) * step)
-            do(T.ptx[COPY](self.raw.ptr_to([self.slot[0], number, 0]), source, 16))
+            do(T.ptx[COPY_ONCE](self.raw.ptr_to([self.slot[0], number, 0]), source, 16, self.at.once))
             if self.scale_sources is not None:
                 column = self.stage[0] * DEPTH + piece * self.tile.piece_columns
                 word = T.Cast("uint64", T.floordiv(column, self.format.scale_columns))

@@ -31,7 +31,7 @@ from .architectures import architecture_of
 from .formats import Format, of_row
 from .plain import Best, Logits, Partials, Projection
 from .stream_scales import BlockScales, scales_for
-from .values import COPY, do, hold, load, put, register, store, wide, zeros
+from .values import COPY_ONCE, do, hold, load, put, register, store, wide, zeros
 
 STEP_WORDS = 16
 """Words of a weight row in one step of a warp: a lane has four, and four lanes share a row."""
@@ -198,7 +198,7 @@ class Stream:
         the next kernel start only when all before this one are complete."""
         cut = self.cut
         warps = cut.teams * cut.warps
-        with self.env.kernel(self.blocks, warps, early=True, fence=settles) as at:
+        with self.env.kernel(self.blocks, warps, early=True, fence=settles, once=True) as at:
             self.at = at
             self.team = T.floordiv(at.warp, cut.warps) if cut.teams > 1 else 0
             self.warp = T.floormod(at.warp, cut.warps) if cut.teams > 1 else at.warp
@@ -321,7 +321,7 @@ class Stream:
         offset = 4 * (group * self.width * self.cut.columns + step * self.cut.stride) // self.format.columns
         for half in range(2):
             source = T.reinterpret("handle", addresses[half] + T.uint64(offset))
-            do(T.ptx[COPY](self.ring.ptr_to([self.at.warp, slot, half, self.at.lane, 0]), source, 16))
+            do(T.ptx[COPY_ONCE](self.ring.ptr_to([self.at.warp, slot, half, self.at.lane, 0]), source, 16, self.at.once))
 
     def _multiply(self, group: int, here: Any, ahead: Any, following: Any) -> None:
         """The steps of one row group; every slot is filled again as soon as it has been read."""

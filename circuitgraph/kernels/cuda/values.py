@@ -15,6 +15,9 @@ from tvm.tirx.script import builder as T
 COPY = "cp.async.cg.shared.global.L2::128B"
 """The hint has L2 fetch whole lines of 128 bytes: worth 8 % of bandwidth on an H200."""
 
+COPY_ONCE = "cp.async.cg.shared.global.L2::cache_hint.L2::128B"
+"""Of what nobody reads again soon, such as weights, with `Thread.once` as the last operand."""
+
 COPY_WORD = "cp.async.ca.shared.global.L2::128B"
 """Of 4 or 8 bytes. It takes as long as one of 16."""
 

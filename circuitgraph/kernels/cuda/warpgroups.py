@@ -22,7 +22,7 @@ from tvm.tirx.script import builder as T
 from .epilogue import Epilogue
 from .latent import SWIZZLE_128, power_of_two
 from .plain import NOTHING, Logits, Partials, Projection
-from .values import COPY, LOG2_E, LOWEST, do, hold, load, load_int, put, register, store, wide, zeros
+from .values import COPY, COPY_ONCE, LOG2_E, LOWEST, do, hold, load, load_int, put, register, store, wide, zeros
 
 DEPTH = 64
 """Columns of a stage: 128 bytes, 8 chunks of 16, whose order is swizzled by row as `wgmma` reads them."""
@@ -129,7 +129,7 @@ class WarpgroupTiles:
         """A block a tile and part; the row tiles of the same weights side by side. sums: fp32 [parts, rows, weight rows], where
         there are several parts."""
         tile, parts = self.tile, self.tile.parts
-        with self.env.kernel(self.count * self.row_tiles * parts, tile.warps, early=True) as at:
+        with self.env.kernel(self.count * self.row_tiles * parts, tile.warps, early=True, once=True) as at:
             self.at = at
             self.first_row = hold(T.floormod(at.block, self.row_tiles) * tile.rows, "int32", "first_row")
             part = hold(T.floormod(T.floordiv(at.block, self.row_tiles), parts), "int32", "part")
@@ -152,7 +152,7 @@ class WarpgroupTiles:
         """Keep the best column of every row and block instead of finishing elements. best: of [blocks of a row tile, rows]."""
         tile, blocks = self.tile, int(best.best.shape[0])
         each = -(-self.count // blocks)
-        with self.env.kernel(blocks * self.row_tiles, tile.warps, early=True) as at:
+        with self.env.kernel(blocks * self.row_tiles, tile.warps, early=True, once=True) as at:
             self.at = at
             self.first_row = hold(T.floormod(at.block, self.row_tiles) * tile.rows, "int32", "first_row")
             block = hold(T.floordiv(at.block, self.row_tiles), "int32", "block")
@@ -286,7 +286,7 @@ class WarpgroupTiles:
     def _copy_weight_chunks(self) -> None:
         for index in range(self.tile.weights // LINES):
             ahead = T.Cast("uint64", self.stage[0]) * T.uint64(DEPTH * 2)
-            self._copy(T.reinterpret("handle", self.sources[index] + ahead), index * LINES + self.line)
+            self._copy(COPY_ONCE, T.reinterpret("handle", self.sources[index] + ahead), index * LINES + self.line, self.at.once)
 
     def _copy_rows(self) -> None:
         """Rows that there are not are replaced by the last one."""
@@ -294,13 +294,13 @@ class WarpgroupTiles:
             line = hold(index * LINES + self.line, "int32")
             row = T.min(self.first_row + line, T.int32(self.rows - 1))
             source = self.x.ptr_to([wide(row), wide(self.stage[0] * (DEPTH // 2) + self.chunk * 4)])
-            self._copy(source, self.first_line + line)
+            self._copy(COPY, source, self.first_line + line)
         with self._copied():
             pass
 
-    def _copy(self, source: Any, line: Any) -> None:
+    def _copy(self, kind: str, source: Any, line: Any, *policy: Any) -> None:
         chunk = T.bitwise_xor(self.chunk, T.bitwise_and(self.line, 7))  # the lines of a thread are eight apart
-        do(T.ptx[COPY](self.ring.ptr_to([self.slot[0], line, chunk, 0]), source, 16))
+        do(T.ptx[kind](self.ring.ptr_to([self.slot[0], line, chunk, 0]), source, 16, *policy))
 
     def _await_empty(self) -> None:
         do(T.cuda.mbarrier_wait(self.empty.ptr_to([self.slot[0]]), 1 - self.phase[0]))
