@@ -106,10 +106,15 @@ def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
 SOURCE = r"""
 struct Words { unsigned x, y, z, w; };
 
-__device__ __forceinline__ Words read(const Words* at) {
+__device__ __forceinline__ Words read(const Words* at, unsigned long long policy) {
   Words v;
+#if ONCE
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at), "l"(policy));
+#else
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+#endif
   return v;
 }
 
@@ -117,11 +122,13 @@ __device__ __forceinline__ Words read(const Words* at) {
 extern "C" __global__ void __launch_bounds__(THREADS) read_all(
     const Words* data, unsigned* total, unsigned long long tiles, unsigned long long block_step, unsigned long long stride) {
   const Words* at = data + blockIdx.x * block_step + threadIdx.x;
+  unsigned long long policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   unsigned sum = 0;
   for (unsigned long long tile = 0; tile < tiles; ++tile, at += stride) {
     Words v[UNROLL];
 #pragma unroll
-    for (int i = 0; i < UNROLL; ++i) v[i] = read(at + i * THREADS);
+    for (int i = 0; i < UNROLL; ++i) v[i] = read(at + i * THREADS, policy);
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) sum += v[i].x + v[i].y + v[i].z + v[i].w;
   }
@@ -135,23 +142,27 @@ extern "C" __global__ void __launch_bounds__(THREADS) read_all(
 class Reading:
     """One way to read: blocks of `threads` with `unroll` loads each in flight, `blocks` of them on every processor.
 
-    spread: all blocks walk through memory side by side; otherwise each has a stretch of its own.
+    spread: all blocks walk through memory side by side; otherwise each has a stretch of its own. once: what is read leaves L2
+    first, as the kernels' weights do.
     """
 
     threads: int
     unroll: int
     blocks: int
     spread: bool
+    once: bool
 
     def __str__(self) -> str:
         walk = "side by side" if self.spread else "a stretch each"
+        walk += ", leaving L2 first" if self.once else ""
         return f"{self.threads} threads, {self.unroll} loads, {self.blocks} blocks a processor, {walk}"
 
 
 READINGS = tuple(
-    Reading(*shape, spread)
+    Reading(*shape, spread, once)
     for shape in ((256, 4, 8), (256, 8, 4), (256, 8, 8), (512, 4, 4), (512, 8, 2), (512, 8, 4), (1024, 4, 2), (1024, 8, 1))
     for spread in (True, False)
+    for once in (True, False)
 )
 
 
@@ -167,7 +178,7 @@ class ReadCeiling:
         self.arch = f"sm_{properties.major}{properties.minor}"
         self.buffer = torch.randint(-(1 << 31), (1 << 31) - 1, (size // 4,), dtype=torch.int32, device="cuda")
         self.total = torch.zeros(1, dtype=torch.int32, device="cuda")
-        self.kernels: dict[tuple[int, int], Kernel] = {}
+        self.kernels: dict[tuple[int, int, bool], Kernel] = {}
         self._sums: dict[int, int] = {}
         self._passes: Counter[int] = Counter()
         self.tried = {reading: self._rate(reading, rounds) for reading in READINGS}
@@ -196,9 +207,9 @@ class ReadCeiling:
         return self.buffer.numel() // wave * wave
 
     def _launch(self, reading: Reading) -> None:
-        key = (reading.threads, reading.unroll)
+        key = (reading.threads, reading.unroll, reading.once)
         if key not in self.kernels:
-            defines = (f"THREADS={reading.threads}", f"UNROLL={reading.unroll}")
+            defines = (f"THREADS={reading.threads}", f"UNROLL={reading.unroll}", f"ONCE={int(reading.once)}")
             self.kernels[key] = Kernel(compile_kernel(SOURCE, "read_all", arch=self.arch, defines=defines), "read_all")
         grid, tile = reading.blocks * self.processors, reading.threads * reading.unroll
         tiles = self._words(reading) // 4 // (grid * tile)
