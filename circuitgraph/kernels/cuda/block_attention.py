@@ -22,7 +22,7 @@ from tvm.tirx.script import builder as T
 from .attention import Query, cluster_sync, some_of_block
 from .latent import SWIZZLE_128, power_of_two
 from .paged import LOAD_TRANSPOSED
-from .values import COPY, LOAD, LOG2_E, LOWEST, do, from_lane, hold, load_int, put, register, wide, zeros
+from .values import COPY_ONCE, LOAD, LOG2_E, LOWEST, do, from_lane, hold, load_int, put, register, wide, zeros
 
 TILE = 64
 """Cache rows of a tile."""
@@ -65,7 +65,7 @@ class BlockAttention:
         """finish(row, head, column, value): what to do with the results; zero where a row sees nothing."""
         parts = self.query.parts
         blocks = -(-self.rows // self.block) * self.kv_heads * parts
-        with self.env.kernel(blocks, self.warps, early=True, cluster=parts) as at:
+        with self.env.kernel(blocks, self.warps, early=True, cluster=parts, once=True) as at:
             self.at, self.thread = at, hold(at.warp * 32 + at.lane, "int32", "thread")
             self._share()
             self.first_row = hold(T.floordiv(at.block, self.kv_heads * parts) * self.block, "int32", "first_row")
@@ -220,7 +220,7 @@ class BlockAttention:
                 place = self._in_tile(before + row, chunk)
                 for half, cache in enumerate((self.query.keys, self.query.values)):
                     source = cache.lines.ptr_to([wide(line), wide(chunk * 8)])
-                    do(T.ptx[COPY](self.ring.ptr_to([slot, half, place, 0]), source, 16))
+                    do(T.ptx[COPY_ONCE](self.ring.ptr_to([slot, half, place, 0]), source, 16, self.at.once))
         do(T.ptx.cp.async_.commit_group())
 
     def _score(self, slot: Any) -> None:

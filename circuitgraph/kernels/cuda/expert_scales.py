@@ -11,7 +11,7 @@ from tvm.tirx.script import builder as T
 
 from .expert_steps import lines_of
 from .experts import Matrix, Sizes, UpCut, up_scales
-from .values import COPY, COPY_WORD, do, hold, put, register
+from .values import COPY_ONCE, COPY_WORD_ONCE, do, hold, put, register
 
 
 class TileScales:
@@ -59,7 +59,7 @@ class TileScales:
 
     def start(self, slot: Any, addresses: Any, first: int) -> None:
         """Start copying them."""
-        copy = COPY if self.size == 4 else COPY_WORD
+        copy = COPY_ONCE if self.size == 4 else COPY_WORD_ONCE
         for group in range(self.cut.groups):
             for index in range(self.addresses):
                 line, piece = self._place(index)
@@ -68,7 +68,7 @@ class TileScales:
                     source = addresses[first + index]
                     if group:
                         source = source + T.uint64(group * 8 * self.line_bytes)
-                    do(T.ptx[copy](target, T.reinterpret("handle", source), 4 * self.size))
+                    do(T.ptx[copy](target, T.reinterpret("handle", source), 4 * self.size, self.at.once))
 
     def last(self) -> Any:
         """The slot that is free while a tile is multiplied."""

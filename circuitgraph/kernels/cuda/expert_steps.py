@@ -10,7 +10,7 @@ from tvm.tirx.script import builder as T
 
 from . import one_row
 from .formats import Format
-from .values import COPY, COPY_ONCE, COPY_WORD, do, hold, put, register, zeros
+from .values import COPY, COPY_ONCE, COPY_WORD_ONCE, do, hold, put, register, zeros
 
 
 class Product:
@@ -134,7 +134,7 @@ class Ring:
             with T.If(self.at.lane < self.lines), T.Then():
                 source = T.reinterpret("handle", address(self.at.lane if self.lines > 1 else 0))
                 place = self.scale_memory.ptr_to([self.at.warp, slot, self.at.lane if self.lines > 1 else 0, 0])
-                do(T.ptx[COPY_WORD](place, source, 4 * self.words))
+                do(T.ptx[COPY_WORD_ONCE](place, source, 4 * self.words, self.at.once))
 
     def copy_factor(self, slot: Any, index: int, source: Any, *size: Any) -> None:
         """Start copying a piece of what weights are multiplied by; with a size, zeros follow so many bytes."""

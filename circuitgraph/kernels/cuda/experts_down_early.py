@@ -15,7 +15,7 @@ from .expert_one import OneRow
 from .expert_steps import Ring
 from .experts import STEP_WORDS, down_scales
 from .experts_down import Cursor, Down
-from .values import COPY_ONCE, COPY_WORD, do, hold, load_int, put, register, zeros
+from .values import COPY_ONCE, COPY_WORD_ONCE, do, hold, load_int, put, register, zeros
 
 
 class _Walk(Cursor):
@@ -173,7 +173,7 @@ class EarlyDown(Down):
         with T.If(lane < self.ring.lines), T.Then():
             source = _address(entry[2], entry[3]) + T.Cast("uint64", hold(offset, "int32"))
             target = self.ring.scale_memory.ptr_to([self.at.warp, slot, lane if self.ring.lines > 1 else 0, 0])
-            do(T.ptx[COPY_WORD](target, T.reinterpret("handle", source), 4 * self.ring.words))
+            do(T.ptx[COPY_WORD_ONCE](target, T.reinterpret("handle", source), 4 * self.ring.words, self.at.once))
 
     def _load_x(self) -> None:
         """Ask for what the weights of the step at the cursor are multiplied by; zeros for rows that the expert does not have."""

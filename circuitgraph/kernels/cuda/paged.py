@@ -18,7 +18,7 @@ from tvm.tirx.script import builder as T
 
 from .attention import Query, cluster_sync, joined_columns, of_block, some_of_block
 from .row_program import for_each
-from .values import COPY, LOAD, LOG2_E, LOWEST, do, from_lane, hold, put, register, store, wide, zeros
+from .values import COPY_ONCE, LOAD, LOG2_E, LOWEST, do, from_lane, hold, put, register, store, wide, zeros
 
 TILE = 16
 
@@ -59,7 +59,7 @@ class PagedAttention:
         query, parts = self.query, self.query.parts
         cluster = parts if finish else 1
         joins, blocks = finish is not None, self.rows * self.kv_heads * parts
-        with self.env.kernel(blocks, self.warps, early=True, cluster=cluster, fence=joins) as at:
+        with self.env.kernel(blocks, self.warps, early=True, cluster=cluster, fence=joins, once=True) as at:
             self.at = at
             pool = SMEMPool()
             self.ring = pool.alloc((self.warps, self.stages, 2, TILE * self.chunks, 4), "uint32", align=128)
@@ -148,7 +148,7 @@ class PagedAttention:
                 place = row * self.chunks + T.bitwise_xor(chunk, T.bitwise_and(row, 7))
                 for half, cache in enumerate((self.query.keys, self.query.values)):
                     source = cache.lines.ptr_to([wide(line), wide(chunk * 8)])
-                    do(T.ptx[COPY](self.ring.ptr_to([self.at.warp, slot, half, place, 0]), source, 16))
+                    do(T.ptx[COPY_ONCE](self.ring.ptr_to([self.at.warp, slot, half, place, 0]), source, 16, self.at.once))
 
     # -- one tile ----------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from tvm.tirx.script import builder as T
 
 from .formats import Format, of_row
 from .plain import Projection
-from .values import COPY_ONCE, COPY_WORD, do, hold, register, wide
+from .values import COPY_ONCE, COPY_WORD_ONCE, do, hold, register, wide
 from .warpgroups import DEPTH, UNIT, WarpgroupTile, WarpgroupTiles
 
 COPYING = 64
@@ -112,7 +112,7 @@ class QuantisedWarpgroups(WarpgroupTiles):
                 column = self.stage[0] * DEPTH + piece * self.tile.piece_columns
                 word = T.Cast("uint64", T.floordiv(column, self.format.scale_columns))
                 source = T.reinterpret("handle", self.scale_sources[index] + word * T.uint64(4))
-                do(T.ptx[COPY_WORD](self.scale_ring.ptr_to([self.slot[0], number]), source, 4))
+                do(T.ptx[COPY_WORD_ONCE](self.scale_ring.ptr_to([self.slot[0], number]), source, 4, self.at.once))
 
     # -- the warps that multiply -------------------------------------------------------------------------------
 

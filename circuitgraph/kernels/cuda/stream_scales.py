@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tvm.tirx.script import builder as T
 
 from .formats import Scales
-from .values import COPY, COPY_WORD, do, from_lane, hold, put, register, wide
+from .values import COPY_ONCE, COPY_WORD_ONCE, do, from_lane, hold, put, register, wide
 
 if TYPE_CHECKING:
     from .stream import Stream
@@ -123,9 +123,9 @@ class LineScales:
                 source = _select(
                     stream, tile, lambda segment, line=line, piece=piece: self._place(segment, tile, line, begin + piece)
                 )
-                copy = COPY if self.size == 4 else COPY_WORD
+                copy = COPY_ONCE if self.size == 4 else COPY_WORD_ONCE
                 target = self.buffer.ptr_to([stream.at.warp, side, line, self._turned(line, piece)])
-                do(T.ptx[copy](target, T.reinterpret("handle", hold(source, "uint64")), 4 * self.size))
+                do(T.ptx[copy](target, T.reinterpret("handle", hold(source, "uint64")), 4 * self.size, stream.at.once))
 
     def _place(self, segment: Any, tile: Any, line: Any, word: Any) -> Any:
         stream = self.stream

@@ -16,10 +16,12 @@ COPY = "cp.async.cg.shared.global.L2::128B"
 """The hint has L2 fetch whole lines of 128 bytes: worth 8 % of bandwidth on an H200."""
 
 COPY_ONCE = "cp.async.cg.shared.global.L2::cache_hint.L2::128B"
-"""Of what nobody reads again soon, such as weights, with `Thread.once` as the last operand."""
+"""Of what nobody reads again soon, such as weights and cache rows, with `Thread.once` as the last operand."""
 
 COPY_WORD = "cp.async.ca.shared.global.L2::128B"
 """Of 4 or 8 bytes. It takes as long as one of 16."""
+
+COPY_WORD_ONCE = "cp.async.ca.shared.global.L2::cache_hint.L2::128B"
 
 LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
 LOG2_E = 1.4426950408889634
