@@ -6,6 +6,7 @@ What no pattern wants is grouped row by row. Every node ends in exactly one grou
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import networkx
@@ -26,6 +27,7 @@ class Pattern:
 
     With `between`, everything on the way from the anchor's first input to the end of its epilogue joins as further anchors;
     the pattern does not match if there is nothing, or another op. `kind`: of the targets that the pattern is for, if not all.
+    `optional`: where no rule of the schedule accepts such a group, its nodes go to the patterns after this one.
     """
 
     name: str
@@ -36,8 +38,10 @@ class Pattern:
     needs: tuple[str, ...] = ()
     between: tuple[str, ...] = ()
     kind: str = ""
+    optional: bool = False
 
 
+QKV = "qkv"
 NORMS = ("rms_norm",)
 JOIN = ("embed", "zero_at", "rms_norm", "cat")
 
@@ -61,6 +65,18 @@ PATTERNS = (
     Pattern("head", "linear", prologue=NORMS, epilogue=("masked_top1",), needs=("masked_top1",)),
     # silu(gate) * up in the epilogue of one pass over both weights.
     Pattern("gated", "linear", siblings=True, prologue=NORMS, epilogue=("silu", "mul"), needs=("silu", "mul")),
+    # Queries, keys and values to rotated queries and rows of the cache, where no norm lies between: a launch for that alone would
+    # be all latency.
+    Pattern(
+        QKV,
+        "linear",
+        siblings=True,
+        prologue=JOIN,
+        epilogue=("heads", "rope", "append"),
+        needs=("rope", "append"),
+        kind="cuda",
+        optional=True,
+    ),
     # x + silu(linear(x)), a residual block; of several heads that read one x, in one pass.
     Pattern("project", "linear", siblings=True, prologue=NORMS, epilogue=("silu", "add"), needs=("silu", "add")),
     # Every other projection, with the norms and the concatenation before it and the residual after it; or a gate of one
@@ -80,15 +96,22 @@ CACHE = "cache_rows"
 APPENDS = ("append", "append_latent")
 
 
-def fuse(circuit: Circuit, entry: str, rows: int, target: str) -> Plan:
-    """Groups of `circuit`, in an order in which they can run."""
+OPTIONAL = frozenset(pattern.name for pattern in PATTERNS if pattern.optional)
+
+
+def fuse(circuit: Circuit, entry: str, rows: int, target: str, declined: Collection[str] = ()) -> Plan:
+    """Groups of `circuit`, in an order in which they can run.
+
+    declined: anchors (by name) that no optional pattern is tried with.
+    """
     groups: list[Group] = []
     taken: set[str] = set()
     for pattern in PATTERNS:
         if pattern.kind not in ("", target.partition(":")[0]):
             continue
         for anchor in circuit.nodes:
-            if anchor.op == pattern.anchor and anchor.name not in taken:
+            declines = pattern.optional and anchor.name in declined
+            if anchor.op == pattern.anchor and anchor.name not in taken and not declines:
                 group = _match(circuit, pattern, anchor, taken)
                 if group is not None:
                     groups.append(group)

@@ -9,7 +9,7 @@ from ..circuit.ir import Circuit, Storage
 from ..circuit.narrow import slice_entry, specialize
 from .fuse import fuse
 from .ir import Group, Plan
-from .schedule import Rule
+from .schedule import Rule, regrouped
 
 
 def unreadable(
@@ -26,7 +26,7 @@ def unreadable(
     def planned(form: tuple[Circuit, str, int], storage: Mapping[str, Storage]) -> Plan:
         """Groups depend on the storage, too."""
         narrowed, entry, rows = form
-        return fuse(narrowed.with_storage(storage), entry, rows, target)
+        return regrouped(fuse(narrowed.with_storage(storage), entry, rows, target), rules)
 
     def suffices(form: tuple[Circuit, str, int], group: Group, names: Sequence[str]) -> bool:
         """Would what `group` computes be accepted without the storage of `names`?"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -15,7 +16,7 @@ from ..kernels import register_kernels
 from ..kernels.base import Kernel, kernels_of, make_params
 from ..language.source import read_yaml
 from ..places import check_schedule
-from .fuse import CACHE, PATTERNS, ROWS
+from .fuse import CACHE, OPTIONAL, PATTERNS, ROWS, fuse
 from .ir import Choice, Group, Plan
 
 SCHEDULES = Path(str(resources.files("circuitgraph.schedules")))
@@ -108,13 +109,25 @@ def load_schedule(target: str, path: Path | None = None) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
+def regrouped(plan: Plan, rules: Sequence[Rule]) -> Plan:
+    """The plan without those groups of optional patterns that no rule accepts: their nodes are in groups of other patterns."""
+    offered = [group for group in plan.groups if group.pattern in OPTIONAL]
+    declined = [anchor.name for group in offered if not _accepted(plan, group, rules) for anchor in group.anchors]
+    return fuse(plan.circuit, plan.entry, plan.rows, plan.target, declined) if declined else plan
+
+
+def _accepted(plan: Plan, group: Group, rules: Sequence[Rule]) -> bool:
+    return any(rule.declines(plan, group) is None for rule in rules if group.pattern in rule.patterns)
+
+
 def schedule(plan: Plan, rules: tuple[Rule, ...]) -> Plan:
-    """Give every group its kernel.
+    """Give every group its kernel. Groups of optional patterns that none is for are cut anew.
 
     Raises:
         ScheduleError: groups that no rule accepts, with every rule's reason.
     """
     choices, scratch, faults = [], [], []
+    plan = regrouped(plan, rules)
     for group in plan.groups:
         refusals: list[tuple[str, str]] = []
         for rule in rules:

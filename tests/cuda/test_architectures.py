@@ -71,7 +71,7 @@ def test_compiles(arch, tmp_path):
     plans = [aligned(2, arch=arch), aligned(33, "context", arch=arch)]
     chosen = {choice.kernel for plan in plans for choice in plan.choices}
     many = "cuda.linear_warpgroups" if architecture(arch).warpgroups else "cuda.linear_tiles"
-    assert chosen == {"cuda.linear_stream", many, "cuda.attention_paged", "cuda.top1_plain", "cuda.rows"}
+    assert chosen == {"cuda.linear_stream", "cuda.qkv_stream", many, "cuda.attention_paged", "cuda.top1_plain", "cuda.rows"}
     backend = make_backend(Target("cuda", arch))
     (source,) = backend.sources(backend.lower(plans))
     assert HOST in source

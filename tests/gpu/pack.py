@@ -191,6 +191,18 @@ CASES = (
     ),
     # Biases, the mask at the first position, RoPE at the hidden's position.
     Case("biased_bf16", "mimo_mtp", {}, {"rope_position": "hidden", "mask_first": True}, widths=(1, 3), entries=STEP),
+    # Queries and keys rotated where their sums arise: whole heads, and a half of smaller ones.
+    Case("rotated_bf16", "mimo_mtp", {"attention_bias": False}, widths=(1, 3, 8), entries=MASKED),
+    Case(
+        "rotated_f16",
+        "mimo_mtp",
+        {"attention_bias": False, "head_dim": 64, "num_attention_heads": 12, "partial_rotary_factor": 0.5},
+        act="f16",
+        wt="f16",
+        kv="f16",
+        widths=(1, 5),
+        entries=STEP,
+    ),
     # One step of 32 columns a warp, heads of 64.
     Case("narrow_bf16", sizes={"hidden_size": 512, "head_dim": 64, "intermediate_size": 512, "vocab_size": 2048}, widths=(1, 3)),
     # Columns in parts over blocks, and a vocabulary cut inside a tile.
@@ -394,6 +406,14 @@ CASES = (
         block=16,
     ),
     Case("direct_eagle3", "eagle3_llama", EAGLE3_SIZES, widths=(1, 8), entries=("first", *STEP), program="eagle3"),
+    Case(
+        "direct_eagle3_deep",
+        "eagle3_llama",
+        {**EAGLE3_SIZES, "num_hidden_layers": 2},
+        widths=(1, 3),
+        entries=("first", *STEP),
+        program="eagle3",
+    ),
     Case("direct_medusa", "medusa1", MEDUSA_SIZES, widths=(1, 8, 40), entries=("draft", "logits"), program="medusa"),
     # Latent attention alone, where a few cache rows can be told from all others.
     *(

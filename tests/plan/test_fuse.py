@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from circuitgraph.circuit.check import check
+from circuitgraph.circuit.ir import Storage
 from circuitgraph.circuit.narrow import slice_entry, specialize
 from circuitgraph.circuit.restrict import restrict_vocabulary
 from circuitgraph.errors import CircuitError
 from circuitgraph.language import Bindings, load_program, parse_circuit, resolve
 from circuitgraph.plan.fuse import fuse, verify_groups
+from circuitgraph.plan.schedule import load_schedule, schedule
 from tests.circuits import EVERYTHING, SMALL, post_norm, small_mtp
 
 
@@ -184,3 +186,66 @@ def test_verifier_refuses_a_lost_node_and_a_wrong_order():
         verify_groups(replace(plan, groups=plan.groups[:-1]))
     with pytest.raises(CircuitError, match="before it is made"):
         verify_groups(replace(plan, groups=plan.groups[::-1]))
+
+
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def attending(rows=4, storage=None, **program):
+    """Plans of attention whose queries and keys have no norm, as fused and as scheduled."""
+    text = """
+program: attending
+inputs: {{x: "bf16[n, 2048]", position: "i32[n]"}}
+state: {{kv: {{kind: paged_kv, layers: 1, heads: 2, dim: {dim}, dtype: {kv}}}}}
+tables: {{rope: {{kind: rope, dim: {turned}}}}}
+weights: {{q_proj: "bf16[{q}, 2048]", k_proj: "bf16[{k}, 2048]", v_proj: "bf16[{k}, 2048]", b: "bf16[{k}]"}}
+body:
+  - p = {p}
+  - q = rope(heads(linear(x, q_proj), count=4), p, rope.cos, rope.sin, style={style})
+  - k = rope(heads(linear(x, k_proj{bias}), count=2), p, rope.cos, rope.sin, style={style})
+  - kv = append(kv, k, heads(linear(x, v_proj), count=2))
+  - a = merge(attention(q, kv, scale=0.1))
+outputs: {{a: a}}
+entries: {{run: {{outputs: [a], effects: [kv]}}}}
+"""
+    facts = {"dim": 64, "turned": 64, "style": "half", "p": "position", "kv": "bf16", "bias": ""} | program
+    sizes = {"q": 4 * facts["dim"], "k": 2 * facts["dim"]}
+    circuit = parse_circuit(text.format(**facts, **sizes))
+    if storage:
+        circuit = circuit.with_storage(dict.fromkeys(QKV, Storage.parse(storage)))
+    fused = fuse(specialize(slice_entry(circuit, "run"), rows), "run", rows, "cuda:sm_90a")
+    return fused, schedule(fused, load_schedule("cuda"))
+
+
+@pytest.mark.parametrize("turned", [64, 32])
+def test_queries_and_keys_are_rotated_and_appended_where_their_sums_arise(turned):
+    _, plan = attending(turned=turned)
+    assert [pattern for pattern, _ in ops_of(plan)] == ["qkv", "attend"]
+    assert plan.choices[0].kernel == "cuda.qkv_stream"
+    assert plan.crossing(plan.groups[0]) == ("q",)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        {"style": "interleaved"},
+        {"p": "shift(position, by=-1)"},
+        {"dim": 24, "turned": 24},
+        {"kv": "f32"},
+        {"bias": ", b"},
+        {"rows": 9},
+        {"storage": "fp8 per row"},
+    ],
+    ids=str,
+)
+def test_what_no_kernel_ends_so_is_cut_as_before(program):
+    """Nothing refuses to compile: the nodes are grouped as if there were no such pattern."""
+    fused, plan = attending(**program)
+    assert "qkv" in {pattern for pattern, _ in ops_of(fused)}
+    assert [pattern for pattern, _ in ops_of(plan)] == ["project", "cache_rows", "attend"]
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_queries_with_a_norm_are_not_projected_rotated_and_appended_at_once(qk_norm):
+    plan = fuse(specialize(slice_entry(small_mtp({"qk_norm": qk_norm}), "draft"), 4), "draft", 4, "cuda:sm_90a")
+    assert qk_norm is not ("qkv" in {pattern for pattern, _ in ops_of(plan)})

@@ -23,15 +23,45 @@ ROWS = 8
 
 
 @dataclass(frozen=True)
+class Pairs:
+    """Columns of a result that one thread finishes together: column c of every head of `dim` with c + `apart(c)`. Halves of the
+    first `turned` columns are pairs, which are rotated, and so are halves of the rest."""
+
+    dim: int
+    turned: int
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Sizes of both parts of a head that are not empty."""
+        return tuple(size for size in (self.turned, self.dim - self.turned) if size)
+
+    def apart(self, column: Any) -> Any:
+        """How far the partner of a column of a head lies, of the first half of a part."""
+        if len(self.parts) == 1:
+            return self.dim // 2
+        return T.Select(column < self.turned, T.int32(self.turned // 2), T.int32((self.dim - self.turned) // 2))
+
+    def first(self, tile: Any, width: int) -> Any:
+        """The first column of a tile that has `width` pairs."""
+        each, turned = self.dim // 2 // width, self.turned // 2 // width
+        head, inside = T.floordiv(tile, each), T.floormod(tile, each)
+        if len(self.parts) > 1:
+            inside = T.Select(inside < turned, inside, inside + turned)
+        return head * self.dim + inside * width
+
+
+@dataclass(frozen=True)
 class Projection:
     """Weights whose sums meet in one epilogue: `finish(row, column, sums)` stores the results of one element.
 
     quantised: what belongs to each weight's values, None for those that are no quantised ones; empty: none is.
+    pairs: of one weight, where `finish` gets the sums of a column and of its partner.
     """
 
     weights: tuple[Any, ...]
     finish: Callable[[Any, Any, list[Any]], None]
     quantised: tuple[Scales | None, ...] = ()
+    pairs: Pairs | None = None
 
     @property
     def scales(self) -> tuple[Scales | None, ...]:

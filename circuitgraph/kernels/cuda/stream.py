@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
@@ -149,6 +149,22 @@ class Norm:
     finish: Callable[[Any, Any, Any], None] | None
 
 
+class Early(Protocol):
+    """What the end of a product reads besides its sums, asked for ahead: of one row a thread."""
+
+    def begin(self, row: Any) -> None:
+        """Before the wait: what no kernel before makes."""
+        ...
+
+    def fetch(self, projection: int, column: Any) -> None:
+        """Before a tile is multiplied of which the thread will finish this column."""
+        ...
+
+    def finish(self, sums: list[Any]) -> None:
+        """Instead of the projection's own: of the column that was fetched for."""
+        ...
+
+
 @dataclass(frozen=True)
 class _Segment:
     """Tiles of one projection: `first` counts tiles of the whole launch, `width` weight rows of each matrix in a group."""
@@ -172,19 +188,29 @@ class Stream:
     Weights are [columns of the result, words]; quantised ones are all of one storage.
     """
 
-    def __init__(self, env: Any, cut: Geometry, x: Any, kind: str, projections: Sequence[Projection], norm: Norm | None = None):
-        self.env, self.cut, self.x, self.kind, self.norm = env, cut, x, kind, norm
+    def __init__(
+        self,
+        env: Any,
+        cut: Geometry,
+        x: Any,
+        kind: str,
+        projections: Sequence[Projection],
+        norm: Norm | None = None,
+        early: Early | None = None,
+    ):
+        self.env, self.cut, self.x, self.kind, self.norm, self.early = env, cut, x, kind, norm, early
         scales = projections[0].scales[0]
         self.format = Format(kind, scales.storage if scales else None, architecture_of(env.plan).multiply)
         self.one_row = one_row.fits(self.format, cut.rows)
         self.factor = self.format.sums_factor if self.one_row else self.format.factor
         self.mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
         self.matrices = len(projections[0].weights)
-        self.width = 16 // self.matrices
+        self.sums = 2 if projections[0].pairs else self.matrices  # that a thread finishes together
+        self.width = 16 // self.sums
         self.segments: list[_Segment] = []
         first = 0
         for projection in projections:
-            tiles = tiles_of(projection.columns, self.width, cut.groups)
+            tiles = tiles_of(projection.columns, 16 // self.matrices, cut.groups)
             assert tiles is not None
             self.segments.append(_Segment(projection, first, tiles, self.width))
             first += tiles
@@ -231,6 +257,8 @@ class Stream:
                     self._copy(step, ahead if number else here, rest)
                 do(T.ptx.cp.async_.commit_group())
             weights = self._norm_weights()
+            if self.early:
+                self.early.begin(hold(T.min(self._line()[1], T.int32(cut.rows - 1)), "int32"))
             self.env.wait(release=settles)
             self._load_x()
             inverse = self._fold_norm(weights) if self.norm else None
@@ -246,6 +274,8 @@ class Stream:
                 for group in range(0, cut.groups, cut.together):
                     self.turn = turn[0]
                     factors = self._factors(tile[0], group)
+                    if self.early:
+                        self._fetch(self.early, tile[0], group)
                     for more in range(cut.together):
                         self._multiply(group + more, here, ahead, following)
                     self._meet()
@@ -308,12 +338,19 @@ class Stream:
             for segment in reversed(self.segments):
                 weights = segment.projection.weights
                 weight = weights[half] if self.matrices == 2 else weights[0]
-                lower = half * 8 if self.matrices == 1 else 0
-                row = (tile - segment.first) * (segment.width * self.cut.groups) + lower + T.floordiv(self.at.lane, 4)
+                row = self._first_row(segment, tile, half) + T.floordiv(self.at.lane, 4)
                 row = T.max(T.min(row, T.int32(segment.projection.columns - 1)), T.int32(0))
                 place = T.reinterpret("uint64", weight.ptr_to([wide(row), wide(self.weight_word)]))
                 address = place if address is None else T.if_then_else(tile < segment.first + segment.tiles, place, address)
             put(target, address, half)
+
+    def _first_row(self, segment: _Segment, tile: Any, half: int) -> Any:
+        """Of the weight rows of a tile that the upper or lower half of its fragments are."""
+        tile, pairs, width = tile - segment.first, segment.projection.pairs, segment.width * self.cut.groups
+        if pairs is None:
+            return tile * width + (half * 8 if self.sums == 1 else 0)
+        first = pairs.first(tile, width)
+        return first + pairs.apart(T.floormod(first, pairs.dim)) if half else first
 
     def _copy(self, slot: Any, addresses: Any, step: int) -> None:
         """Start the copies of one step of a tile into a slot of the ring."""
@@ -429,8 +466,8 @@ class Stream:
     def _sums(self) -> list[Any]:
         """The finished sums of this thread's element, one for each matrix."""
         results = []
-        for matrix in range(self.matrices):
-            place = self.thread if self.matrices == 1 else T.floordiv(self.thread, 8) * 16 + self.thread % 8 + matrix * 8
+        for matrix in range(self.sums):
+            place = self.thread if self.sums == 1 else T.floordiv(self.thread, 8) * 16 + self.thread % 8 + matrix * 8
             total = register("float32", name="total")
             put(total, T.float32(0))
             for warp in self._team():
@@ -448,8 +485,15 @@ class Stream:
     def _column(self, segment: _Segment, tile: Any, group: int) -> Any:
         """Of the result that this thread finishes, or makes no use of: weight row of the segment."""
         more, _ = self._line()
-        first = (tile - segment.first) * (self.width * self.cut.groups) + group * self.width
+        first = self._first_row(segment, tile, 0) + group * self.width
         return first + self.thread % self.width + more * self.width
+
+    def _fetch(self, early: Early, tile: Any, group: int) -> None:
+        """What this thread's sums will meet is on its way before they are there."""
+        with T.If(self.thread < self.cut.together * self.cut.rows * self.width), T.Then():
+            for index, segment in enumerate(self.segments):
+                with T.If(T.And(tile >= segment.first, tile < segment.first + segment.tiles)), T.Then():
+                    early.fetch(index, hold(self._column(segment, tile, group), "int32"))
 
     def _factors(self, tile: Any, group: int) -> list[Any] | None:
         """What this thread's sums will be multiplied by, loaded before they are needed; one for each matrix."""
@@ -486,6 +530,8 @@ class Stream:
                 state.merge(best, T.reinterpret("int32", index), total)
 
     def _finish(self, tile: Any, group: int, sums: list[Any], partial: Any, state: Best | None, logits: Any) -> None:
+        if self.early:
+            return self.early.finish(sums)
         row = hold(self._line()[1], "int32")
         before = 0
         for segment in self.segments:

@@ -10,13 +10,14 @@ from typing import Any
 
 from ...circuit.ir import FOUR_BIT, Node
 from ...circuit.types import TensorType
-from ...plan.fuse import CACHE
+from ...plan.fuse import CACHE, QKV
 from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, meeting, within
 from .architectures import ARCHITECTURES, DEFAULT, architecture_of, fitting
 from .epilogue import refuse_epilogue
 from .formats import Format
 from .plain import Projection
+from .qkv import HeadEnds, ends_of, refuse_ends
 from .row_program import Evaluator, Place, for_each, sinks_of
 from .shared import (
     PROLOGUE_WARPS,
@@ -35,7 +36,7 @@ from .shared import (
     refuse_quantised,
     refuse_top1,
 )
-from .stream import Geometry, Norm, Stream, emit_add_parts, geometry, tiles_of
+from .stream import Early, Geometry, Norm, Stream, emit_add_parts, geometry, tiles_of
 from .stream_scales import StepScales
 from .values import store
 
@@ -60,7 +61,7 @@ class StreamParams:
 def cut_of(plan: Plan, group: Group, params: StreamParams) -> Geometry | str:
     types = plan.circuit.types
     columns = int(types[group.anchors[0].inputs[0]].shape[1])  # type: ignore[union-attr]
-    anchors = [anchors for anchors, _ in meeting(group)]
+    anchors = together_in(group)
     heights = [int(types[together[0].inputs[1]].shape[0]) for together in anchors]  # type: ignore[union-attr]
 
     def work(groups: int, parts: int, teams: int = 1) -> float:
@@ -89,6 +90,11 @@ def cut_of(plan: Plan, group: Group, params: StreamParams) -> Geometry | str:
     return fitting(plan, sizes, lambda one: one.shared_bytes) if sizes else str(cuts[0])
 
 
+def together_in(group: Group) -> list[tuple[Node, ...]]:
+    """Products whose weights share a tile. Keys and values meet in the cache alone."""
+    return [(anchor,) for anchor in group.anchors] if group.pattern == QKV else [anchors for anchors, _ in meeting(group)]
+
+
 def parted(rows: int, columns: int, params: StreamParams, work: Callable[..., float], format: Format) -> list[Geometry]:
     """Cuts whose warps are parted into teams, most of them first, as long as no warp has more steps for it.
 
@@ -114,14 +120,14 @@ def shared_together(cut: Geometry, width: int) -> list[Geometry]:
 def refuse_stream(plan: Plan, group: Group, params: StreamParams) -> str | None:
     """Why the tensor cores cannot take this group's products, or None."""
     types = plan.circuit.types
-    reason = refuse_quantised(plan, group) or refuse_dtypes(plan, group) or refuse_meeting(group) or refuse_prologue(plan, group)
-    if reason:
+    reason = refuse_quantised(plan, group) or refuse_dtypes(plan, group) or refuse_prologue(plan, group)
+    if reason or (group.pattern != QKV and (reason := refuse_meeting(group))):
         return reason
     format = format_of(plan, group)
     cut = format.refuse() or cut_of(plan, group, params)
     if isinstance(cut, str):
         return cut
-    width = 16 // len(meeting(group)[0][0])
+    width = 16 // len(together_in(group)[0])
     for anchor in group.anchors:
         if tiles_of(int(types[anchor.inputs[1]].shape[0]), width, cut.groups) is None:  # type: ignore[union-attr]
             return f"{types[anchor.inputs[1]].shape[0]} weight rows do not split into tiles of {width * cut.groups}"  # type: ignore[union-attr]
@@ -173,7 +179,7 @@ def norm_of(env: Any, node: Node, warps: int, stored: bool) -> Norm:
     )
 
 
-def stream_of(env: Any, group: Group, params: StreamParams, projections: list[Projection]) -> Stream:
+def stream_of(env: Any, group: Group, params: StreamParams, projections: list[Projection], early: Early | None = None) -> Stream:
     """Emits the prologue where it is a launch of its own."""
     cut = cut_of(env.plan, group, params)
     assert isinstance(cut, Geometry)
@@ -183,7 +189,7 @@ def stream_of(env: Any, group: Group, params: StreamParams, projections: list[Pr
     source = group.anchors[0].inputs[0] if node is None else node.inputs[0]
     kind = env.plan.circuit.types[source].dtype
     norm = norm_of(env, node, cut.warps, bool(sinks_of(env.plan, group, (node,)))) if node else None
-    return Stream(env, cut, env.words(source), kind, projections, norm)
+    return Stream(env, cut, env.words(source), kind, projections, norm, early)
 
 
 def appends_next(plan: Plan, group: Group) -> bool:
@@ -225,6 +231,38 @@ class LinearStream(Kernel):
             partial = env.scratch("partial")
             stream.emit(partial=partial)
             emit_add_parts(env, stream.cut, projections, partial)
+
+
+@kernel
+class QkvStream(Kernel):
+    """Queries, keys and values of few rows in bf16 or f16, as `LinearStream`: a thread finishes both columns of a rotated pair.
+    Queries are stored rotated; keys and values go to the cache."""
+
+    name = "cuda.qkv_stream"
+    patterns = (QKV,)
+    Params = StreamParams
+
+    @staticmethod
+    def refuse(plan: Plan, group: Group, params: Any) -> str | None:
+        if reason := refuse_stream(plan, group, params):
+            return reason
+        cut = cut_of(plan, group, params)
+        assert isinstance(cut, Geometry)
+        if cut.k_parts > 1 or format_of(plan, group).storage:
+            return "ends whole sums of plain weights"
+        return refuse_ends(plan, group, 8 * cut.groups)
+
+    @staticmethod
+    def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
+        return () if folded_norm(plan, group, params) else prologue_scratch(plan, group)
+
+    @staticmethod
+    def emit(env, group: Group, params: Any) -> None:
+        ends = ends_of(env.plan, group)
+        assert not isinstance(ends, str)
+        projections = [replace(projection_of(env, [end.anchor], lambda *_: None), pairs=end.pairs) for end in ends]
+        sequences = env.plan.circuit.entry(env.plan.entry).rows == "sequences"
+        stream_of(env, group, params, projections, HeadEnds(env, ends)).emit(settles=sequences)
 
 
 @kernel

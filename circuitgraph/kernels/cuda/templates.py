@@ -38,7 +38,7 @@ from .shared import (
     refuse_quantised,
     refuse_top1,
 )
-from .stream_templates import LinearStream, Top1Stream
+from .stream_templates import LinearStream, QkvStream, Top1Stream
 from .tile_templates import LinearTiles, Top1Tiles
 from .warpgroup_templates import LinearWarpgroups, Top1Warpgroups
 
@@ -56,6 +56,7 @@ __all__ = [
     "LinearWarpgroups",
     "MixturePlain",
     "MixtureStream",
+    "QkvStream",
     "Rows",
     "Top1Plain",
     "Top1Stream",

@@ -95,9 +95,19 @@ def store(buffer: Any, indices: list[Any], value: Any) -> None:
     elif dtype == "float32":
         do(T.ptx["st.global.f32"](buffer.ptr_to(indices), value))
     else:
-        bits = register("uint16")
-        do(T.ptx[f"cvt.rn.{'bf16' if dtype == 'bfloat16' else 'f16'}.f32"](bits[0], value))
-        do(T.ptx["st.global.b16"](buffer.ptr_to(indices), bits[0]))
+        do(T.ptx["st.global.b16"](buffer.ptr_to(indices), rounded(dtype, value)))
+
+
+def store_at(like: Any, address: Any, value: Any) -> None:
+    """Store an fp32 value at an address (uint64), rounded to the 16 bits that a buffer's elements have."""
+    do(T.ptx["st.global.b16"](T.reinterpret("handle", address), rounded(dtype_of(like), value)))
+
+
+def rounded(dtype: str, value: Any) -> Any:
+    """An fp32 value as the bits of a bf16 or f16."""
+    bits = register("uint16")
+    do(T.ptx[f"cvt.rn.{'bf16' if dtype == 'bfloat16' else 'f16'}.f32"](bits[0], value))
+    return bits[0]
 
 
 def widened(word: Any) -> Any:
