@@ -89,6 +89,14 @@ def test_teams_without_a_tile_are_spread_over_blocks():
     assert ("* 132)" in few, "* 132)" in many) == (True, False)
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+def test_normed_rows_are_stored_before_the_tiles(rows):
+    """By one thread an element: by one block a row, after its tiles, they held up the end of a step."""
+    bodies = source_of(plan_of({"lm_head": "nvfp4"}, rows, **LARGE)).split("__global__")
+    (head,) = [body for body in bodies if re.search(r"st_global\w+\(\(&\(next_hidden_out_ptr", body)]
+    assert head.index("next_hidden_out_ptr[") < head.index("while (")
+
+
 def test_siblings_of_other_storage_go_apart():
     """A kernel reads one format. A gate whose partner is another launch's waits for it."""
     names = {f"layer.attn.{name}_proj": text for name, text in (("q", "fp8 per row"), ("k", "fp8 per row"), ("v", "nvfp4"))}

@@ -315,7 +315,7 @@ def _emit_router(env: Any, group: Group, params: MixtureParams, mixture: Mixture
         projections = [Projection((env.buffer(name),), keep(target)) for name, target in pairs]
         return emit_plain(env, env.flat(mixture.x), projections, blocks_per_processor=4)
     projections = [Projection((env.words(name),), keep(target)) for name, target in pairs]
-    norm = norm_of(env, node, cut.warps, stored=True) if node else None
+    norm = norm_of(env, node, stored=True) if node else None
     source = mixture.x if node is None else node.inputs[0]
     Stream(env, cut, env.words(source), plan.circuit.types[source].dtype, projections, norm).emit()
 

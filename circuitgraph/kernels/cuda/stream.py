@@ -141,7 +141,8 @@ def geometry(
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm of x that is folded in. weight: 32-bit words. finish(row, thread, inverse): stores the normed row."""
+    """An RMSNorm of x that is folded in. weight: 32-bit words. finish(row, column, inverse): stores an element of what is
+    normed."""
 
     weight: Any
     eps: float
@@ -260,11 +261,7 @@ class Stream:
             if self.early:
                 self.early.begin(hold(T.min(self._line()[1], T.int32(cut.rows - 1)), "int32"))
             self.env.wait(release=settles)
-            self._load_x()
-            inverse = self._fold_norm(weights) if self.norm else None
-            self._order_x()
-            if cut.teams > 1:
-                self._share_x()
+            inverse = self._prepare_x(weights)
             state = Best() if best else None
             with T.While(tile[0] < self.tiles):
                 following = hold(tile[0] + cut.tiles_ahead * stride, "int32", "following")
@@ -298,8 +295,6 @@ class Stream:
                     self._merge_together(state)
                 with T.If(T.And(at.lane % 16 < 1, self._first(self.thread < cut.rows * 16))), T.Then():
                     state.write(best, at.block, T.floordiv(self.thread, 16))
-            if self.norm and self.norm.finish:
-                self._store_normed(self.norm.finish)
 
     def _first_tile(self, block: Any) -> Any:
         """Of a team. Neighbours are one block's, unless some teams have none: then all blocks have as many, or one less."""
@@ -552,6 +547,27 @@ class Stream:
 
     # -- x and its norm ----------------------------------------------------------------------------------------
 
+    def _prepare_x(self, weights: Any) -> Any:
+        """Load x, times its norm's weights, and leave it where products find it.
+
+        Returns 1 / rms of the row that this thread finishes, None without a norm.
+        """
+        cut, norm = self.cut, self.norm
+        self._load_x()
+        if norm:
+            self._fold_norm(weights)
+        self._order_x()
+        if cut.teams > 1:
+            self._share_x()
+        if norm or cut.teams > 1:
+            do(T.cuda.cta_sync())
+        if norm is None:
+            return None
+        inverse = self._inverse(T.min(self._line()[1], T.int32(cut.rows - 1)))
+        if norm.finish:
+            self._store_normed(norm.finish)
+        return inverse
+
     def _load_x(self) -> None:
         cut = self.cut
         self.each = cut.step // 8  # words of a lane's x in a step
@@ -600,7 +616,6 @@ class Stream:
                             first = (block * cut.x_steps + step) * self.each + index * 4
                             place = [self.at.warp * cut.x_steps + step, index, row, lane % 4, v]
                             T.buffer_store(self.x_shared, self.fragments[first + v], place)
-        do(T.cuda.cta_sync())
         if self.one_row:
             self.owned = register("uint32", 16, "x")
             for index in range(16):
@@ -625,21 +640,23 @@ class Stream:
                 do(T.ptx["ld.global.nc.v4.b32"](*words, self.norm.weight.ptr_to([self._x_word(step, first)])))
         return weights
 
-    def _fold_norm(self, weights: Any) -> Any:
-        """Multiply x by the norm's weight and return 1 / rms of the row that this thread finishes.
+    def _fold_norm(self, weights: Any) -> None:
+        """Multiply x by the norm's weight and leave its sums of squares: 1 / rms is applied to finished sums.
 
-        The sums of squares are the diagonal of x x^T, from the same fragments; 1 / rms is applied to finished sums.
+        They are the diagonal of x x^T, from the same fragments. Two sums take turns, since each would wait for the one before.
         """
         cut, at, norm = self.cut, self.at, self.norm
         assert norm is not None
-        sums = register("float32", 4, "squares")
+        sums, others = (register("float32", 4, "squares") for _ in range(2))
         for block in range(cut.row_blocks):
             zeros(sums, 4)
-            c = [sums[i] for i in range(4)]
-            for step in range(cut.x_steps):
-                x = self._x(block, step)
-                for low, high in ((i, i + 1) for i in range(0, self.each, 2)):
-                    do(T.ptx[self.mma](*c, x[low], T.uint32(0), x[high], T.uint32(0), x[low], x[high], *c))
+            zeros(others, 4)
+            for word in range(0, cut.x_steps * self.each, 2):
+                low, high = (self.fragments[block * cut.x_steps * self.each + word + i] for i in range(2))
+                c = [(others if word % 4 else sums)[i] for i in range(4)]
+                do(T.ptx[self.mma](*c, low, T.uint32(0), high, T.uint32(0), low, high, *c))
+            for odd in range(2):
+                put(sums, sums[odd] + others[odd], odd)
             for odd in range(2):
                 with T.If(T.EQ(T.floordiv(at.lane, 4), at.lane % 4 * 2 + odd)), T.Then():
                     T.buffer_store(self.squares, sums[odd], [at.warp, block * 8 + T.floordiv(at.lane, 4)])
@@ -652,8 +669,6 @@ class Stream:
                     do(T.ptx[f"mul.rn.{self.kind}x2"](x, x, weights[index]))
                 else:  # x * w + -0 is x * w, zeros included
                     do(T.ptx["fma.rn.bf16x2"](x, x, weights[index], T.uint32(0x80008000)))
-        do(T.cuda.cta_sync())
-        return self._inverse(T.min(self._line()[1], T.int32(cut.rows - 1)))
 
     def _inverse(self, row: Any) -> Any:
         assert self.norm is not None
@@ -664,10 +679,15 @@ class Stream:
         return hold(T.rsqrt(total[0] * T.float32(1.0 / self.cut.columns) + T.float32(self.norm.eps)))
 
     def _store_normed(self, finish: Callable[[Any, Any, Any], None]) -> None:
-        """The last blocks, which have the fewest tiles, write one row each."""
-        row = hold(self.blocks - 1 - self.at.block, "int32")
-        with T.If(self._first(row < self.cut.rows)), T.Then():
-            finish(row, self.thread, self._inverse(row))
+        """An element for each thread of as many blocks as it takes, from the last on, which have the fewest tiles; now, while L1
+        has x. A whole row for each block, after its tiles, made those blocks the last ones by far."""
+        cut, at = self.cut, self.at
+        threads, count = cut.teams * cut.warps * 32, cut.rows * cut.columns
+        for first in range(0, count, self.blocks * threads):
+            number = hold(first + (self.blocks - 1 - at.block) * threads + at.warp * 32 + at.lane, "int32")
+            with T.If(number < count), T.Then():
+                row = hold(T.floordiv(number, cut.columns), "int32")
+                finish(row, hold(T.floormod(number, cut.columns), "int32"), self._inverse(row))
 
 
 def emit_add_parts(env: Any, cut: Geometry, projections: Sequence[Projection], partial: Any) -> None:

@@ -18,7 +18,7 @@ from .epilogue import refuse_epilogue
 from .formats import Format
 from .plain import Projection
 from .qkv import HeadEnds, ends_of, refuse_ends
-from .row_program import Evaluator, Place, for_each, sinks_of
+from .row_program import Evaluator, Place, sinks_of
 from .shared import (
     PROLOGUE_WARPS,
     emit_chosen,
@@ -164,15 +164,13 @@ def folded_norm(plan: Plan, group: Group, params: StreamParams) -> Node | None:
     return node if whole and len({types[name].dtype for name in (node.name, *node.inputs)}) == 1 else None  # type: ignore[union-attr]
 
 
-def norm_of(env: Any, node: Node, warps: int, stored: bool) -> Norm:
+def norm_of(env: Any, node: Node, stored: bool) -> Norm:
     """stored: the normed rows are written, too."""
 
-    def finish(row, thread, inverse):
+    def finish(row, column, inverse):
         evaluator = Evaluator(env, (node,))
         evaluator.prepared[node.name] = inverse
-        target = env.flat(node.name)
-        columns = evaluator.shape(node.name)[1]
-        for_each(columns, thread, warps * 32, lambda c: store(target, [row, c], evaluator.at(node.name, Place(row, 0, c))))
+        store(env.flat(node.name), [row, column], evaluator.at(node.name, Place(row, 0, column)))
 
     return Norm(
         env.words(node.inputs[1]), float(node.attr["eps"]), node.attr["flavour"] == "zero_centred", finish if stored else None
@@ -188,7 +186,7 @@ def stream_of(env: Any, group: Group, params: StreamParams, projections: list[Pr
         emit_prologue(env, group, PROLOGUE_WARPS)
     source = group.anchors[0].inputs[0] if node is None else node.inputs[0]
     kind = env.plan.circuit.types[source].dtype
-    norm = norm_of(env, node, cut.warps, bool(sinks_of(env.plan, group, (node,)))) if node else None
+    norm = norm_of(env, node, bool(sinks_of(env.plan, group, (node,)))) if node else None
     return Stream(env, cut, env.words(source), kind, projections, norm, early)
 
 
