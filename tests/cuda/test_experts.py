@@ -131,3 +131,16 @@ def test_tiles_of_few_rows_are_finished_by_a_warp_at_a_time(plan_of):
         plan = plan_of(storage, rows, hidden_size=2048)
         *_, up, _ = cuts(plan)
         assert ("bar_arrive" in source_of(plan), up.groups) == (later, groups), (storage, rows)
+
+
+@pytest.mark.parametrize(
+    ("storage", "rows", "hidden", "kept"),
+    [("nvfp4", 1, 2048, 1), ("nvfp4", 8, 7168, 4), ("fp8 128x128", 3, 4096, 2), ("nvfp4", 17, 4096, 1)],
+)
+def test_all_tiles_of_down_are_finished_at_the_end(plan_of, storage, rows, hidden, kept):
+    """Of few rows, whose sums have room: then no barrier is among a block's tiles."""
+    plan = plan_of(storage, rows, hidden_size=hidden)
+    assert cuts(plan)[-1].kept == kept
+    (down,) = [body for body in source_of(plan).split("__global__") if "mixed_out_ptr[" in body and "st_global" in body]
+    after = down.partition("tile_ptr[0] = (tile_ptr[0] + ")[2]
+    assert after.count("cta_sync();") == (kept > 1)

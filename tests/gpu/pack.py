@@ -290,6 +290,20 @@ CASES = (
         widths=(1, 2, 8),
         entries=("apply",),
     ),
+    # A step of every expert for each of the warps of down, whose blocks have two tiles.
+    Case(
+        "mixture_nvfp4_even",
+        program=MIXTURE,
+        sizes={
+            "hidden_size": 2560,
+            "num_experts": 16,
+            "moe_intermediate_size": 2048,
+            "shared_expert_intermediate_size": 2048,
+        },
+        storage=FOUR_BITS,
+        widths=(1, 3, 8, 16),
+        entries=("apply",),
+    ),
     Case(
         "mixture_nvfp4_f16",
         program=MIXTURE,

@@ -23,9 +23,10 @@ class Product:
         self.factor = format.sums_factor if self.one_row else format.factor
         self.mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{format.kind}.{format.kind}.f32"
 
-    def take(self, piece: Any, scales: Sequence[Any] | None = None, whole: Any = None) -> None:
-        """Eight words of weights. scales: the words of both halves' scales, where there are any; whole: a scale over all."""
-        self.piece, self.factors = piece, None if whole is None else [whole, whole]
+    def take(self, piece: Any, scales: Sequence[Any] | None = None, whole: Any = None, mine: Any = None) -> None:
+        """Eight words of weights. scales: the words of both halves' scales, where there are any; whole: a scale over all. mine:
+        of a block of rows and of the lane's even or odd one, whether its sums count."""
+        self.piece, self.factors, self.mine = piece, None if whole is None else [whole, whole], mine
         self.of_numbers: list[Any] = [None, None]
         self.decoded: list[list[Any]] = [[], []]
         if self.one_row:
@@ -94,8 +95,8 @@ class Product:
         self._end(sums, list(range(len(blocks))), totals)
 
     def _begin(self, sums: Any, blocks: list[int]) -> list[list[Any]]:
-        """Where products are added up: where they stay, or apart where they are scaled first."""
-        if self.factors is None:
+        """Where products are added up: where they stay, or apart where they are scaled first, or some do not count."""
+        if self.factors is None and self.mine is None:
             return [[sums[block * 4 + i] for i in range(4)] for block in blocks]
         totals = register("float32", 4 * len(blocks), "step")
         zeros(totals, 4 * len(blocks))
@@ -105,10 +106,20 @@ class Product:
         do(T.ptx[self.mma](*c, *a, *x, *c))
 
     def _end(self, sums: Any, blocks: list[int], totals: list[list[Any]]) -> None:
-        if self.factors is not None:
-            for block, total in zip(blocks, totals, strict=True):
-                for i in range(4):
-                    put(sums, sums[block * 4 + i] + total[i] * self.factors[i // 2], block * 4 + i)
+        if self.factors is None and self.mine is None:
+            return
+        for block, total in zip(blocks, totals, strict=True):
+            terms = [total[i] * self.factors[i // 2] if self.factors else total[i] for i in range(4)]
+            if self.mine is None:
+                self._add(sums, block, terms, range(4))
+                continue
+            for odd in range(2):
+                with T.If(self.mine(block, odd)), T.Then():
+                    self._add(sums, block, terms, (odd, odd + 2))
+
+    def _add(self, sums: Any, block: int, terms: list[Any], places: Sequence[int]) -> None:
+        for i in places:
+            put(sums, sums[block * 4 + i] + terms[i], block * 4 + i)
 
 
 class Ring:

@@ -136,11 +136,13 @@ class UpCut:
 
 @dataclass(frozen=True)
 class DownCut:
-    """together: steps that a warp takes at once, 1 but in `experts_down_early`."""
+    """together: steps that a warp takes at once, 1 but in `experts_down_early`; kept: tiles of a block whose sums lie in shared
+    memory: one, or all, which are finished at the end then."""
 
     warps: int
     stages: int
     together: int = 1
+    kept: int = 1
 
     def factors(self, sizes: Sizes) -> int:
         """16-byte pieces that a lane has of what a stage's weights are multiplied by, beside the two of weights. None where
@@ -153,7 +155,7 @@ class DownCut:
         wholes = 4 * (sizes.experts + 1) if sizes.storage and sizes.storage.whole else 0
         table = 36 * (sizes.most + 1) if sizes.early else 16 * sizes.most
         one = 4 * shared_words(sizes.experts) if sizes.rows == 1 else 0
-        return ring + 4 * self.warps * sizes.rows * 16 + table + wholes + one + 1024
+        return ring + 4 * self.kept * self.warps * sizes.rows * 16 + table + wholes + one + 1024
 
 
 def up_scales(format: Format) -> tuple[int, int]:

@@ -107,15 +107,19 @@ class Down:
             self._begin(addresses)
             with T.While(self.tile[0] < self.tiles):
                 self._tile(addresses)
-                do(T.cuda.cta_sync())
-                self._finish(finish)
-                do(T.cuda.cta_sync())
+                if cut.kept == 1:
+                    do(T.cuda.cta_sync())
+                    self._finish(finish, self.tile[0])
+                    do(T.cuda.cta_sync())
                 put(self.tile, self.tile[0] + self.blocks)
+            if cut.kept > 1:
+                do(T.cuda.cta_sync())
+                self._finish(finish, at.block)
 
     def _allocate(self, pool: SMEMPool) -> None:
         sizes, cut = self.sizes, self.cut
         self.ring = Ring(pool, cut.warps, cut.stages, self.factors, self.at, down_scales(self.format))
-        self.shared = pool.alloc((cut.warps, sizes.rows * 16), "float32", align=16)
+        self.shared = pool.alloc((cut.kept, cut.warps, sizes.rows * 16), "float32", align=16)
         self.listed = pool.alloc((sizes.most, 4), "int32", align=16)
         self.wholes = pool.alloc((sizes.experts + 1,), "float32", align=16) if self.has_wholes else None
         self.one = OneRow(self.alone[0], pool, cut.warps) if self.alone else None
@@ -326,21 +330,28 @@ class Down:
                 self.product.multiply(sums, block, words_of_x)
 
     def _share(self, sums: Any) -> None:
+        slot = hold(T.floordiv(self.tile[0], self.blocks), "int32", "slot") if self.cut.kept > 1 else 0
         for block in range(self.sizes.row_blocks):
             for i in range(4):
                 row = hold(block * 8 + self.at.lane % 4 * 2 + i % 2, "int32")
                 place = row * 16 + T.floordiv(self.at.lane, 4) + i // 2 * 8
                 with T.If(row < self.sizes.rows), T.Then():
-                    T.buffer_store(self.shared, sums[block * 4 + i], [self.at.warp, place])
+                    T.buffer_store(self.shared, sums[block * 4 + i], [slot, self.at.warp, place])
 
-    def _finish(self, finish: Callable[[Any, Any, list[Any]], None]) -> None:
-        threads = self.cut.warps * 32
-        for chunk in range(-(-self.sizes.rows * 16 // threads)):
+    def _finish(self, finish: Callable[[Any, Any, list[Any]], None], first: Any) -> None:
+        """Of the tile `first`, and of those after it that are kept."""
+        threads, each = self.cut.warps * 32, self.sizes.rows * 16
+        for chunk in range(-(-self.cut.kept * each // threads)):
             element = hold(self.thread + chunk * threads, "int32")
-            with T.If(element < self.sizes.rows * 16), T.Then():
+            slot, tile, there = 0, first, element < each
+            if self.cut.kept > 1:
+                slot, element = hold(T.floordiv(element, each), "int32"), hold(T.floormod(element, each), "int32")
+                tile = hold(first + slot * self.blocks, "int32", "tile")
+                there = T.And(slot < self.cut.kept, tile < self.tiles)
+            with T.If(there), T.Then():
                 total = register("float32", name="total")
                 put(total, T.float32(0))
                 for warp in range(self.cut.warps):
-                    put(total, total[0] + self.shared[warp, element])
-                row, column = hold(T.floordiv(element, 16), "int32"), hold(self.tile[0] * 16 + element % 16, "int32")
+                    put(total, total[0] + self.shared[slot, warp, element])
+                row, column = hold(T.floordiv(element, 16), "int32"), hold(tile * 16 + element % 16, "int32")
                 finish(row, column, [total[0] if self.product.factor == 1 else total[0] * self.product.factor])

@@ -4,6 +4,7 @@ is read a step before, into registers, instead of through the ring, where it wou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
@@ -28,8 +29,16 @@ class _Walk(Cursor):
         put(self.step, self._first(T.int32(0)))
         self._settle()
 
+    def move(self) -> None:
+        if self.down.once:
+            self._next()
+        else:
+            super().move()
+
     def _settle(self) -> None:
         down = self.down
+        if down.once:
+            return
         behind = self.step[0] >= down.of_place(self.place[0], down.shared_units, down.expert_units)
         if down.even:
             with T.If(behind), T.Then():
@@ -54,10 +63,12 @@ class EarlyDown(Down):
         sizes, cut, each = self.sizes, self.cut, self.cut.together
         self.shared_units, self.expert_units = self.shared_units // each, self.expert_units // each
         self.even = not (self.shared_units % cut.warps or self.expert_units % cut.warps)
+        # A step of every expert for each warp.
+        self.once = {self.expert_units, self.shared_units or cut.warps} == {cut.warps}
         self.first = self.listed_before = 1 if self.shared_units else 0
         self.places = sizes.most + self.first
         self.ring = Ring(pool, cut.warps, cut.stages, 2 * each - 2, self.at, down_scales(self.format))
-        self.shared = pool.alloc((cut.warps, sizes.rows * 16), "float32", align=16)
+        self.shared = pool.alloc((cut.kept, cut.warps, sizes.rows * 16), "float32", align=16)
         self.table = pool.alloc((self.places, 8), "uint32", align=16)
         self.numbers = pool.alloc((self.places,), "int32", align=16)
         self.wholes = pool.alloc((sizes.experts + 1,), "float32", align=16) if self.has_wholes else None
@@ -78,6 +89,10 @@ class EarlyDown(Down):
             for index in range(sizes.step // 8):
                 put(self.x, T.uint32(0), index)
         self.whole = register("float32", name="whole") if self.has_wholes else None
+        self.rows = register("uint32", name="rows")
+        line = self._line(T.int32(0))
+        if isinstance(line, int):
+            self.lane_bytes = hold(T.floordiv(at.lane, 4) * line + at.lane % 4 * 16, "int32", "lane_bytes")
         self._fetch_wholes()
         do(T.cuda.cta_sync())
         if self.first:
@@ -153,9 +168,9 @@ class EarlyDown(Down):
         """Copies of weights and scales of a step."""
         sizes, each, lane, storage = self.sizes, self.cut.together, self.at.lane, self.format.storage
         entry = self._entry(place, 0)
-        line = self.of_place(place, sizes.shared, sizes.inner)  # columns
-        line = line // self.format.columns * 4 if isinstance(line, int) else T.floordiv(line, self.format.columns) * 4
-        offset = (tile * 16 + T.floordiv(lane, 4)) * line + lane % 4 * 16 + step * (each * STEP_WORDS * 4)
+        line = self._line(place)
+        within = self.lane_bytes if isinstance(line, int) else T.floordiv(lane, 4) * line + lane % 4 * 16
+        offset = within + tile * 16 * line + step * (each * STEP_WORDS * 4)
         begin = hold(_address(entry[0], entry[1]) + T.Cast("uint64", hold(offset, "int32")), "uint64")
         for part in range(each):
             for half in range(2):
@@ -175,8 +190,15 @@ class EarlyDown(Down):
             target = self.ring.scale_memory.ptr_to([self.at.warp, slot, lane if self.ring.lines > 1 else 0, 0])
             do(T.ptx[COPY_WORD_ONCE](target, T.reinterpret("handle", source), 4 * self.ring.words, self.at.once))
 
+    def _line(self, place: Any) -> Any:
+        """Bytes of a weight row of the expert."""
+        columns = self.of_place(place, self.sizes.shared, self.sizes.inner)
+        each = self.format.columns
+        return columns // each * 4 if isinstance(columns, int) else T.floordiv(columns, each) * 4
+
     def _load_x(self) -> None:
-        """Ask for what the weights of the step at the cursor are multiplied by; zeros for rows that the expert does not have."""
+        """Ask for what the weights of the step at the cursor are multiplied by; for rows that the expert does not have, another
+        of its rows: their sums are left out."""
         sizes, each, lane = self.sizes, self.sizes.step // 8, self.at.lane
         count = self.cut.together * each
         place, step = self.here.place[0], self.here.step[0]
@@ -190,23 +212,29 @@ class EarlyDown(Down):
         if self.product.one_row:
             return self._load_one(begin, place, entry[0], step)
         stride = self.of_place(place, sizes.shared * 2, sizes.inner * 2)
-        for index in range(sizes.row_blocks * count):
-            put(self.x, T.uint32(0), index)
+        put(self.rows, entry[2])
         for block in range(sizes.row_blocks):
             row = hold(block * 8 + T.floordiv(lane, 4), "int32")
             rank, bit = rank_in([entry[2]], row)
-            with T.If(bit > T.uint32(0)), T.Then():
-                offset = (
-                    (T.Cast("int32", entry[0]) + rank) * stride
-                    + step * (self.cut.together * sizes.step * 2)
-                    + lane % 4 * (sizes.step // 2)
-                )
-                source = hold(begin + T.Cast("uint64", hold(offset, "int32")), "uint64")
-                for part in range(self.cut.together):
-                    for first in range(0, each, 4):
-                        targets = [self.x[block * count + part * each + first + i] for i in range(4)]
-                        there = T.reinterpret("handle", source + T.uint64(part * sizes.step * 2 + 4 * first))
-                        do(T.ptx["ld.global.v4.b32"](*targets, there))
+            rank = T.Select(bit > T.uint32(0), rank, T.int32(0))
+            offset = (
+                (T.Cast("int32", entry[0]) + rank) * stride
+                + step * (self.cut.together * sizes.step * 2)
+                + lane % 4 * (sizes.step // 2)
+            )
+            source = hold(begin + T.Cast("uint64", hold(offset, "int32")), "uint64")
+            for part in range(self.cut.together):
+                for first in range(0, each, 4):
+                    targets = [self.x[block * count + part * each + first + i] for i in range(4)]
+                    there = T.reinterpret("handle", source + T.uint64(part * sizes.step * 2 + 4 * first))
+                    do(T.ptx["ld.global.v4.b32"](*targets, there))
+
+    def _mine(self) -> Callable[[int, int], Any] | None:
+        """(block, odd): does the expert have this row of the lane's sums? None where there is one row."""
+        if self.product.one_row:
+            return None
+        rows = hold(T.shift_right(self.rows[0], T.Cast("uint32", self.at.lane % 4 * 2)), "uint32")
+        return lambda block, odd: T.bitwise_and(rows, T.uint32(1 << block * 8 + odd)) > T.uint32(0)
 
     def _load_one(self, begin: Any, place: Any, pair: Any, step: Any) -> None:
         """The lane's words of one row: the others stay zero."""
@@ -237,7 +265,7 @@ class EarlyDown(Down):
             scales = self.ring.read_scales(self.slot[0])
             for part in range(cut.together):
                 whole = None if self.whole is None else self.whole[0]
-                self.product.take([piece[part * 8 + i] for i in range(8)], scales, whole)
+                self.product.take([piece[part * 8 + i] for i in range(8)], scales, whole, self._mine())
                 places = [(block * cut.together + part) * each for block in range(sizes.row_blocks)]
                 self.product.multiply_all(sums, [[self.x[place + i] for i in range(each)] for place in places])
             self.here.move()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...circuit.ir import FOUR_BIT, Node
@@ -155,7 +155,11 @@ class MixtureParams:
         most = {1: self.stages, 2: -(-self.stages * 3 // 4)}
         cuts = [DownCut(some, stages, each[some]) for some in warps for stages in range(most[each[some]], 1, -1)]
         limit = architecture_of(plan).shared_bytes
-        return next((cut for cut in cuts if cut.shared_bytes(sizes) <= limit), "needs more shared memory than there is")
+        cut = next((cut for cut in cuts if cut.shared_bytes(sizes) <= limit), None)
+        if cut is None:
+            return "needs more shared memory than there is"
+        all_kept = replace(cut, kept=-(-sizes.hidden // 16 // architecture_of(plan).processors))
+        return all_kept if sizes.early and all_kept.shared_bytes(sizes) <= limit else cut
 
     def _fewer(self, warps: list[int]) -> list[int]:
         """The first of these, and for GPUs with little shared memory about half as many, and half of those."""

@@ -36,6 +36,9 @@ from .values import COPY_ONCE, do, hold, load, put, register, store, wide, zeros
 STEP_WORDS = 16
 """Words of a weight row in one step of a warp: a lane has four, and four lanes share a row."""
 
+EARLY_REGISTERS = 40
+"""Up to so many of a thread hold a norm's weights while x is waited for; more would be spilled."""
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -634,10 +637,12 @@ class Stream:
             return None
         each = self.cut.step // 8
         weights = register("uint32", self.cut.x_steps * each, "norm_weights")
+        early = self.cut.teams == 1 and self.cut.x_steps * each <= EARLY_REGISTERS
+        load = "ld.global.v4.b32" if early else "ld.global.nc.v4.b32"  # the compiler moves what is constant behind x
         for step in range(self.cut.x_steps):
             for first in range(0, each, 4):
                 words = [weights[step * each + first + i] for i in range(4)]
-                do(T.ptx["ld.global.nc.v4.b32"](*words, self.norm.weight.ptr_to([self._x_word(step, first)])))
+                do(T.ptx[load](*words, self.norm.weight.ptr_to([self._x_word(step, first)])))
         return weights
 
     def _fold_norm(self, weights: Any) -> None:
