@@ -21,6 +21,8 @@ class Epilogue:
     Called as finish(row, column, sums) with one fp32 sum for each anchor.
     """
 
+    ops = OPS
+
     def __init__(self, env: Any, group: Group, anchors: Sequence[Node], nodes: Sequence[Node]):
         self.anchors, self.nodes = anchors, nodes
         made = {value.name for node in group.nodes for value in node.outputs}
@@ -34,7 +36,7 @@ class Epilogue:
             self._keep(values, anchor, row, column, total if bias is None else total + load(bias, [column], constant=True))
         for node in self.nodes:
             operands = [values[n] if n in values else self._fetch(node, n, row, column) for n in node.inputs]
-            self._keep(values, node, row, column, operands[0] if node.op in VIEWS else OPS[node.op](*operands))
+            self._keep(values, node, row, column, operands[0] if node.op in VIEWS else self.ops[node.op](*operands))
 
     def _fetch(self, node: Node, name: str, row: Any, column: Any) -> Any:
         factor = node.op == "scale_rows" and name == node.inputs[1]
@@ -43,7 +45,10 @@ class Epilogue:
     def _keep(self, values: dict[str, Any], node: Node, row: Any, column: Any, value: Any) -> None:
         values[node.name] = hold(value)
         if node.name in self.targets and node.op not in VIEWS:
-            store(self.targets[node.name], [row, column], values[node.name])
+            self._put(self.targets[node.name], row, column, values[node.name])
+
+    def _put(self, target: Any, row: Any, column: Any, value: Any) -> None:
+        store(target, [row, column], value)
 
 
 def refuse_ops(group: Group) -> str | None:

@@ -30,14 +30,14 @@ UNIT = 64
 """Weight rows of one `wgmma`."""
 ROWS = 128
 """Rows of x in a tile, at most: 64 sums a thread and unit."""
+OVERLAPPED = 64
+"""Rows of x in a tile up to which a stage's products go on while the next ones begin. Of more, few stages fit the ring."""
 STAGES = 12
 """Of the ring, at most."""
 COPIERS = 4
 """Warps that copy: two weights, two x."""
 LINES = 8
 """Of a stage that two warps copy at once."""
-SPARE = 4
-"""Floats between the sums of one row and of the next, against bank conflicts."""
 LANES = 8
 """Of a warp that have other columns of the same rows: those that differ in their upper three bits."""
 JOIN_WARPS = 8
@@ -79,19 +79,27 @@ class WarpgroupTile:
 
     @property
     def memory_bytes(self) -> int:
-        """The ring, or what lies there at the end: sums, or the best of every warp."""
-        sums = self.rows * (self.weights + SPARE) * 4
-        return max(self.ring_bytes, sums if self.parts == 1 else 0, self.rows * self.units * 4 * 3 * 4)
+        """The ring, or what lies there at the end: the best of every warp."""
+        return max(self.ring_bytes, self.rows * self.units * 4 * 3 * 4)
 
     @property
     def shared_bytes(self) -> int:
         return self.memory_bytes + self.stages * 16
 
 
+def quick_sigmoid(x: Any) -> Any:
+    """To two units in the last place, without the branches of an exact division: many elements are in work at once."""
+    made = register("float32")
+    do(T.ptx["rcp.approx.ftz.f32"](made[0], T.float32(1) + power_of_two(x * T.float32(-LOG2_E))))
+    return made[0]
+
+
 class Ahead(Epilogue):
     """An epilogue of several elements at once: what they need from memory is fetched before the first is finished."""
 
+    ops = {**Epilogue.ops, "sigmoid": quick_sigmoid, "silu": lambda x: hold(x * quick_sigmoid(x))}
     found: dict[tuple[str, str], Any]
+    made: list[tuple[Any, Any]]
 
     def fetch(self, row: Any, column: Any) -> dict[tuple[str, str], Any]:
         made = {value.name for node in (*self.anchors, *self.nodes) for value in node.outputs}
@@ -102,9 +110,14 @@ class Ahead(Epilogue):
             if name not in made
         }
 
-    def finish(self, row: Any, column: Any, sums: list[Any], found: dict[tuple[str, str], Any]) -> None:
-        self.found = found
+    def finish(self, row: Any, column: Any, sums: list[Any], found: dict[tuple[str, str], Any]) -> list[tuple[Any, Any]]:
+        """(where, value) of all that is to be stored."""
+        self.found, self.made = found, []
         self(row, column, sums)
+        return self.made
+
+    def _put(self, target: Any, row: Any, column: Any, value: Any) -> None:
+        self.made.append((target, value))
 
     def _fetch(self, node: Any, name: str, row: Any, column: Any) -> Any:
         return self.found[node.name, name]
@@ -125,11 +138,12 @@ class WarpgroupTiles:
 
     # -- launches ----------------------------------------------------------------------------------------------
 
-    def emit(self, sums: Any = None) -> None:
+    def emit(self, sums: Any = None, *, settles: bool = False) -> None:
         """A block a tile and part; the row tiles of the same weights side by side. sums: fp32 [parts, rows, weight rows], where
-        there are several parts."""
+        there are several parts. settles: let the next kernel start only when all before this one are complete."""
         tile, parts = self.tile, self.tile.parts
-        with self.env.kernel(self.count * self.row_tiles * parts, tile.warps, early=True, once=True) as at:
+        self.settles = settles
+        with self.env.kernel(self.count * self.row_tiles * parts, tile.warps, early=True, fence=settles, once=True) as at:
             self.at = at
             self.first_row = hold(T.floormod(at.block, self.row_tiles) * tile.rows, "int32", "first_row")
             part = hold(T.floormod(T.floordiv(at.block, self.row_tiles), parts), "int32", "part")
@@ -143,7 +157,6 @@ class WarpgroupTiles:
                 if parts > 1:
                     self._leave(sums, part, place)
                 else:
-                    self._share()
                     self._finish(place)
         if parts > 1:
             self._add_parts(sums)
@@ -151,6 +164,7 @@ class WarpgroupTiles:
     def emit_best(self, best: Partials, logits: Logits) -> None:
         """Keep the best column of every row and block instead of finishing elements. best: of [blocks of a row tile, rows]."""
         tile, blocks = self.tile, int(best.best.shape[0])
+        self.settles = False
         each = -(-self.count // blocks)
         with self.env.kernel(blocks * self.row_tiles, tile.warps, early=True, once=True) as at:
             self.at = at
@@ -196,7 +210,7 @@ class WarpgroupTiles:
             self._find_weights()
             with T.serial(0, tile.stages), T.If(self.place[0] < stop), T.Then():
                 self._copy_weights()
-        self.env.wait()
+        self.env.wait(release=self.settles)
         with T.If(self.copier >= 0):
             with T.Then(), T.If(self.copier < 2):
                 with T.Then(), T.While(self.place[0] < stop):
@@ -235,19 +249,33 @@ class WarpgroupTiles:
         self.sources = register("uint64", self.tile.weights // LINES, "sources")
 
     def _find_weights(self) -> None:
-        """Addresses of the chunks of a tile that this thread copies in every stage."""
-        for index in range(self.tile.weights // LINES):
-            line = hold(index * LINES + self.line, "int32")
+        """Addresses of the chunks of a tile that this thread copies in every stage. Most tiles lie within one projection: the
+        first copies do not wait until every line has looked for its own."""
 
-            def place(projection: Projection, matrix: int, row: Any) -> tuple[Any]:
-                return (T.reinterpret("uint64", projection.weights[matrix].ptr_to([wide(row), self.chunk * 4])),)
+        def place(projection: Projection, matrix: int, row: Any) -> tuple[Any]:
+            return (T.reinterpret("uint64", projection.weights[matrix].ptr_to([wide(row), self.chunk * 4])),)
 
-            put(self.sources, *self._of_line(line, place), index)
+        base, start, first = register("uint64", self.matrices, "base"), hold(self.place[0] * self.width, "int32", "start"), 0
+        put(base, T.uint64(0))
+        for projection in self.projections:
+            last = first + projection.columns
+            with T.If(T.And(start >= first, start + self.width <= last)), T.Then():
+                for matrix in range(self.matrices):
+                    put(base, *place(projection, matrix, start - first + self.line), matrix)
+            first = last
+        step = LINES * int(self.projections[0].weights[0].shape[1]) * 4
+        with T.If(base[0] > T.uint64(0)):
+            with T.Then():
+                for index in range(self.tile.weights // LINES):
+                    put(self.sources, base[index % self.matrices] + T.uint64(index // self.matrices * step), index)
+            with T.Else():
+                for index in range(self.tile.weights // LINES):
+                    put(self.sources, *self._of_line(hold(index * LINES + self.line, "int32"), place), index)
 
     def _of_line(self, line: Any, place: Callable[[Projection, int, Any], tuple[Any, ...]]) -> tuple[Any, ...]:
         """place(projection, which of its weights, row) for a line of the tile, which may have the last columns of one projection
         and the first of the next. What there is not is replaced by the last column."""
-        within = line if self.matrices == 1 else T.floormod(line, self.width)
+        within, which = self._weight(line)
         column = hold(T.min(self.place[0] * self.width + within, T.int32(self.columns - 1)), "int32")
         found: tuple[Any, ...] = ()
         first = self.columns
@@ -260,7 +288,7 @@ class WarpgroupTiles:
             chosen_here = (
                 here[0]
                 if self.matrices == 1
-                else tuple(T.if_then_else(line < self.width, *pair) for pair in zip(*here, strict=True))
+                else tuple(T.if_then_else(T.EQ(which, 0), *pair) for pair in zip(*here, strict=True))
             )
             inside = column < first + projection.columns
             pairs = zip(chosen_here, found, strict=True) if found else ()
@@ -338,7 +366,7 @@ class WarpgroupTiles:
         """What a warpgroup does with its weights of a stage that has arrived, before they are multiplied."""
 
     def _multiply(self, stage: Any) -> None:
-        """One stage, which is the columns' `stage`-th. Its products go on while those of the next one are begun: see `_end`."""
+        """One stage, which is the columns' `stage`-th. Its products may go on while those of the next one begin: see `_end`."""
         do(T.cuda.mbarrier_wait(self.full.ptr_to([self.slot[0]]), self.phase[0]))
         self._ready(stage)
         do(T.ptx.fence.proxy.async_.shared__cta())
@@ -352,9 +380,15 @@ class WarpgroupTiles:
             a, b = (matrix + T.uint64(step * 32 // 16) for matrix in matrices)
             do(T.ptx[self.mma](*sums, a, b, T.bool(True), 1, 1, 0, 0))
         do(T.ptx.wgmma.commit_group.sync.aligned())
-        do(T.ptx.wgmma.wait_group.sync.aligned(1))
-        self._free()
-        put(self.read, self.slot[0])
+        if self.tile.rows > OVERLAPPED:  # three warpgroups fill each other's gaps, and the slot is filled again sooner
+            do(T.ptx.wgmma.wait_group.sync.aligned(0))
+            put(self.read, self.slot[0])
+            self._free()
+            put(self.read, T.int32(-1))
+        else:
+            do(T.ptx.wgmma.wait_group.sync.aligned(1))
+            self._free()
+            put(self.read, self.slot[0])
         self._advance()
 
     def _end(self) -> None:
@@ -387,53 +421,47 @@ class WarpgroupTiles:
 
     # -- results of elements -----------------------------------------------------------------------------------
 
-    def _share(self) -> None:
-        """All sums to where the ring was: [rows, weights]."""
-        tile, lane = self.tile, self.at.lane
-        shape = (tile.rows, tile.weights + SPARE)
-        self.results = T.decl_buffer(shape, "float32", data=self.memory.data, scope="shared.dyn")
-        self._sync()  # all stages have been multiplied
-        for index in range(self.each):
-            row = index // 4 * 8 + lane % 4 * 2 + index % 2
-            T.buffer_store(self.results, self.sums[index], [row, self._weight_row() + index % 4 // 2 * 8])
-        self._sync()
+    def _weight(self, line: Any) -> tuple[Any, Any]:
+        """(column within the tile, which matrix) of a weight row of the tile. Of two matrices, rows that meet lie eight apart:
+        one thread gets the sums of both."""
+        if self.matrices == 1:
+            return line, T.int32(0)
+        return T.floordiv(line, 16) * 8 + T.floormod(line, 8), T.floormod(T.floordiv(line, 8), 2)
 
     def _finish(self, place: Any) -> None:
-        """All elements of a tile, whose sums are in shared memory."""
-        tile, first = self.tile, 0
-        start = hold(place * self.width, "int32", "start")
+        """All elements of a tile, from registers: eight lanes have eight columns side by side."""
+        start, first = hold(place * self.width, "int32", "start"), 0
         for projection in self.projections:
             last = first + projection.columns
-            turns = -(-tile.rows * self.width // (tile.threads * TOGETHER))
-            with T.If(T.And(start < last, start + self.width > first)), T.Then(), T.serial(0, turns) as turn:
-                self._finish_some(projection, start - first, turn)
+            for half in range(2 // self.matrices):
+                column = hold(start - first + self._weight(self._weight_row() + half * 8)[0], "int32", "column")
+                with T.If(T.And(column >= 0, column < projection.columns)), T.Then():
+                    for item in range(0, self.each // 2, TOGETHER):
+                        items = range(item, min(item + TOGETHER, self.each // 2))
+                        self._finish_all(projection, [self._element(item, half, column) for item in items])
             first = last
 
-    def _finish_some(self, projection: Projection, start: Any, turn: Any) -> None:
-        """start: the tile's first column as one of the projection's, below zero where it begins within the tile."""
-        elements = []
-        for several in range(TOGETHER):
-            element = hold((turn * TOGETHER + several) * self.tile.threads + self.thread, "int32")
-            line, within = hold(T.floordiv(element, self.width), "int32"), hold(T.floormod(element, self.width), "int32")
-            row, column = hold(self.first_row + line, "int32"), hold(start + within, "int32")
-            visible = T.And(T.And(line < self.tile.rows, row < self.rows), T.And(column >= 0, column < projection.columns))
-            line = T.min(line, T.int32(self.tile.rows - 1))
-            sums = [self.results[line, within + matrix * self.width] for matrix in range(self.matrices)]
-            elements.append((hold(T.Cast("int32", visible), "int32"), row, column, sums))
-        self._finish_all(projection, elements)
+    def _element(self, item: int, half: int, column: Any) -> tuple[Any, Any, Any, list[Any]]:
+        """(visible, row, column, sums): what a thread has of its `item`-th row."""
+        row = hold(self.first_row + item // 2 * 8 + self.at.lane % 4 * 2 + item % 2, "int32", "row")
+        visible = hold(T.Cast("int32", row < self.rows), "int32") if self.rows % self.tile.rows else None
+        sums = [self.sums[item // 2 * 4 + (half + matrix) * 2 + item % 2] for matrix in range(self.matrices)]
+        return visible, row, column, sums
 
     def _finish_all(self, projection: Projection, elements: list[tuple[Any, Any, Any, list[Any]]]) -> None:
-        """(visible, row, column, sums) each."""
-        found = []
+        """(visible or None for yes, row, column, sums) each: what they read is on its way together, then all are computed."""
+        found, made = [], []
         for _, row, column, _ in elements:
-            nearest = T.min(T.max(column, T.int32(0)), T.int32(projection.columns - 1))
-            nearest = hold(nearest, "int32")
+            nearest = hold(T.min(column, T.int32(projection.columns - 1)), "int32")
             factors = [self._factor(projection, matrix, nearest) for matrix in range(self.matrices)]
             found.append((factors, projection.finish.fetch(T.min(row, T.int32(self.rows - 1)), nearest)))
-        for (visible, row, column, sums), (factors, ahead) in zip(elements, found, strict=True):
+        for (_, row, column, sums), (factors, ahead) in zip(elements, found, strict=True):
             totals = [hold(total if factor is None else total * factor) for total, factor in zip(sums, factors, strict=True)]
-            with T.If(visible > 0), T.Then():
-                projection.finish.finish(row, column, totals, ahead)
+            made.append(projection.finish.finish(row, column, totals, ahead))
+        for (visible, row, column, _), values in zip(elements, made, strict=True):
+            with T.If(T.bool(True) if visible is None else visible > 0), T.Then():
+                for target, value in values:
+                    store(target, [row, column], value)
 
     # -- parts -------------------------------------------------------------------------------------------------
 
@@ -442,10 +470,9 @@ class WarpgroupTiles:
         lane, tile = self.at.lane, self.tile
         for half in range(2):
             line = hold(self._weight_row() + half * 8, "int32")
-            within = line if self.matrices == 1 else T.floormod(line, self.width)
+            within, which = self._weight(line)
             column = hold(place * self.width + within, "int32")
-            target = column if self.matrices == 1 else column + T.floordiv(line, self.width) * self.columns
-            target = hold(target, "int32")
+            target = hold(column + which * self.columns, "int32")
             with T.If(column < self.columns), T.Then():
                 for item in range(tile.rows // 4):
                     row = self.first_row + item // 2 * 8 + lane % 4 * 2 + item % 2
