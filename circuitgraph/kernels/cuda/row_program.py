@@ -131,7 +131,7 @@ class Evaluator:
 
     def prepare(self, names: Iterable[str], row: Any, head: Any, total: Callable[[Any, int], Any]) -> None:
         """Compute what is one number for a row or head. `total(term, columns)` sums term(column) over a head."""
-        self.prepared = dict(self.early)
+        self.prepared, names = dict(self.early), list(names)
         nodes = self.upstream(names)
         for node in nodes:
             if node.op == "embed":
@@ -139,6 +139,10 @@ class Evaluator:
             elif node.op in ("zero_at", "rope") and node.name not in self.early:
                 self.prepared[node.name] = self.at(node.inputs[1], Place(row, 0, 0))
         self._fetch(nodes, row, head)
+        for name in names:
+            if all(node.op in VIEWS for node in self.upstream([name])):  # a copy: its loads before the stores of any
+                for column in self._own_columns(self.shape(name)[1]):
+                    self.at(name, Place(row, head, column))
         for node in nodes:
             if node.op == "rms_norm":
                 columns, whose = self.shape(node.name)[1], self._head_of(node, head)
