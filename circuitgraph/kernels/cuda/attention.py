@@ -48,7 +48,14 @@ class Query:
 
     def line(self, sequence: Any, token: Any, kv_head: Any) -> Any:
         """int64 index of the cache line of one row of a sequence."""
-        block = load_int(self.table, [sequence, T.floordiv(token, self.keys.block_size)])
+        return self.line_in(self.block(sequence, token), token, kv_head)
+
+    def block(self, sequence: Any, token: Any) -> Any:
+        """The cache's block that one row of a sequence lies in."""
+        return load_int(self.table, [sequence, T.floordiv(token, self.keys.block_size)])
+
+    def line_in(self, block: Any, token: Any, kv_head: Any) -> Any:
+        """int64 index of the cache line of a row that lies in this block."""
         return self.keys.line(self.layer, block, kv_head, T.floormod(token, self.keys.block_size))
 
 

@@ -22,12 +22,17 @@ from tvm.tirx.script import builder as T
 from .attention import Query, cluster_sync, some_of_block
 from .latent import SWIZZLE_128, power_of_two
 from .paged import LOAD_TRANSPOSED
-from .values import COPY_ONCE, LOAD, LOG2_E, LOWEST, do, from_lane, hold, load_int, put, register, wide, zeros
+from .values import COPY, COPY_ONCE, LOAD, LOG2_E, LOWEST, do, from_lane, hold, load_int, put, register, wide, zeros
 
 TILE = 64
 """Cache rows of a tile."""
 FLOOR = LOWEST / 2
 """The largest score so far of a row that has seen nothing: a hidden row's weight beside it is zero."""
+KEEP = """
+__forceinline__ __device__ void circuitgraph_keep(float* value) { asm volatile("" : "+f"(*value) :: "memory"); }
+"""
+SLACK = 8.0
+"""Powers of two by which weights may exceed 1."""
 PANEL = TILE * 128
 """Bytes of the 64 columns of a tile that `wgmma` reads as one: rows of 128 bytes, whose 16-byte chunks are swizzled by row."""
 SPARE = 8
@@ -41,9 +46,21 @@ def warps_of(block: int, group: int) -> int:
     return block * group // 16
 
 
+def keeps_queries(dim: int, block: int, group: int) -> bool:
+    """Do queries stay in shared memory? Where both `wgmma` of a tile have one shape, ptxas 13.0 would write the weights over
+    queries in registers, which the next tile needs again."""
+    return dim == TILE and block * group % 64 == 0
+
+
 def shared_bytes(dim: int, block: int, group: int, stages: int) -> int:
     queries = block * group
-    return max(stages * 2 * TILE * dim * 2, queries * (dim + SPARE) * 4) + queries * 2 * 4
+    kept = queries * dim * 2 if keeps_queries(dim, block, group) else 0
+    return max(stages * 2 * TILE * dim * 2, queries * (dim + SPARE) * 4) + kept + queries * 2 * 4
+
+
+def rolled(count: int) -> Any:
+    """A loop that stays one."""
+    return T.serial(0, count, annotations={"disable_unroll": True})
 
 
 class BlockAttention:
@@ -61,11 +78,12 @@ class BlockAttention:
         self.mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
         self.wgmma = f"wgmma.mma_async.sync.aligned.m64n{{}}k16.f32.{kind}.{kind}" if self.warps % 4 == 0 else ""
 
-    def emit(self, finish: Callable[[Any, Any, Any, Any], None]) -> None:
-        """finish(row, head, column, value): what to do with the results; zero where a row sees nothing."""
+    def emit(self, finish: Callable[[Any, Any, Any, list[Any]], None]) -> None:
+        """finish(row, head, column, values): what to do with the results of some columns from this one on; zero where a row sees
+        nothing."""
         parts = self.query.parts
         blocks = -(-self.rows // self.block) * self.kv_heads * parts
-        with self.env.kernel(blocks, self.warps, early=True, cluster=parts, once=True) as at:
+        with self.env.kernel(blocks, self.warps, early=True, cluster=parts, fence=True, once=True) as at:
             self.at, self.thread = at, hold(at.warp * 32 + at.lane, "int32", "thread")
             self._share()
             self.first_row = hold(T.floordiv(at.block, self.kv_heads * parts) * self.block, "int32", "first_row")
@@ -89,6 +107,8 @@ class BlockAttention:
         pool = SMEMPool()
         words = max(self.stages * 2 * TILE * self.chunks * 4, self.queries * (self.dim + SPARE))
         self.memory = pool.alloc((words,), "uint32", align=1024)
+        kept = keeps_queries(self.dim, self.block, self.group)
+        self.kept = pool.alloc((self.queries * self.chunks, 4), "uint32", align=1024) if kept else None
         self.stats = pool.alloc((self.queries, 2), "float32", align=16)
         pool.commit()
         shape, sums = (self.stages, 2, TILE * self.chunks, 4), (self.queries, self.dim + SPARE)
@@ -130,14 +150,49 @@ class BlockAttention:
         """The first row that has not been attended to, or 32."""
         return hold(T.cuda.warp_min(hold(T.Select(open_rows > 0, self.at.lane, T.int32(32)), "int32")), "int32")
 
+    def _query(self, place: Any) -> tuple[Any, Any]:
+        """(row, head) of a query of the block. Rows that there are not are replaced by the last one: they see nothing."""
+        row = hold(T.min(self.first_row + T.floordiv(place, self.group), T.int32(self.rows - 1)), "int32")
+        return row, hold(self.kv_head * self.group + T.floormod(place, self.group), "int32")
+
+    @property
+    def _staged(self) -> bool:
+        """Do the queries fit the slot of the ring that is filled last?"""
+        return self.queries <= 2 * TILE or self.kept is not None
+
+    def _in_stage(self, row: Any, chunk: Any) -> Any:
+        """Where 16 bytes of one of a warp's queries lie until they are fragments."""
+        place = (self.at.warp * 16 + row) * self.chunks + T.bitwise_xor(chunk, T.bitwise_and(row, 7))
+        if self.kept is not None:
+            return self.kept.ptr_to([place, 0])
+        half = T.floordiv(place, TILE * self.chunks)
+        return self.ring.ptr_to([self.stages - 1, half, T.floormod(place, TILE * self.chunks), 0])
+
+    def _start_queries(self) -> None:
+        """Start the copies of a warp's queries, 16 bytes a lane."""
+        for index in range(16 * self.chunks // 32 if self._staged else 0):
+            piece = index * 32 + self.at.lane
+            place, chunk = hold(T.floordiv(piece, self.chunks), "int32"), T.floormod(piece, self.chunks)
+            row, head = self._query(self.at.warp * 16 + place)
+            source = self.words.ptr_to([row, head * (self.dim // 2) + chunk * 4])
+            do(T.ptx[COPY](self._in_stage(place, chunk), source, 16))
+        do(T.ptx.cp.async_.commit_group())
+
     def _load_queries(self) -> None:
-        """As fragments of the scores' product. Rows that there are not are replaced by the last one: they see nothing."""
+        """As fragments of the scores' product."""
+        if self.kept is not None:
+            return
         lane = self.at.lane
         self.q = register("uint32", self.dim // 4, "q")
+        if self._staged:
+            do(T.ptx.cp.async_.wait_group(self.stages - 1))
+            do(T.cuda.warp_sync())
+            for step in range(self.dim // 16):
+                source = self._in_stage(T.floormod(lane, 16), step * 2 + T.floordiv(lane, 16))
+                do(T.ptx[LOAD](*(self.q[step * 4 + i] for i in range(4)), source))
+            return
         for half in range(2):
-            place = self._place(half)
-            row = hold(T.min(self.first_row + T.floordiv(place, self.group), T.int32(self.rows - 1)), "int32")
-            head = self.kv_head * self.group + T.floormod(place, self.group)
+            row, head = self._query(self._place(half))
             first = hold(head * (self.dim // 2) + lane % 4, "int32")
             for index in range(self.dim // 8):
                 target = self.q[index // 2 * 4 + index % 2 * 2 + half]
@@ -171,20 +226,17 @@ class BlockAttention:
         put(tile, first_tile + self.part * each)
         self.stop = hold(T.min(tile[0] + each, last_tile), "int32", "stop")
         put(slot, T.int32(0))
-        found = [self._find_lines(sequence, tile[0] + stage) for stage in range(stages)]
-        self.env.wait()  # the newest rows of the cache are of the kernel before; where all lie is known earlier
-        for stage, lines in enumerate(found[:-1]):
-            self._copy(lines[0], tile[0] + stage, stage)
-        lines = found[-1]
-        self._load_queries()
+        self._fill(sequence, tile[0])
+        ahead = self._find(sequence, tile[0] + (stages - 1))
         with T.While(tile[0] < self.stop):
             do(T.ptx.cp.async_.wait_group(stages - 2))
             if self.wgmma:
                 do(T.ptx.fence.proxy.async_.shared__cta())
             do(T.cuda.cta_sync())
             behind = hold(T.Select(T.EQ(slot[0], 0), T.int32(stages - 1), slot[0] - 1), "int32")
-            self._copy(lines[0], tile[0] + (stages - 1), behind)
-            put(lines, self._find_lines(sequence, tile[0] + stages)[0])
+            self._copy(ahead[0], tile[0] + (stages - 1), behind)
+            do(T.ptx.cp.async_.commit_group())
+            put(ahead, self._find(sequence, tile[0] + stages)[0])
             if self.wgmma:
                 self._multiply_keys(slot[0])
                 self._weigh(tile[0])
@@ -198,30 +250,50 @@ class BlockAttention:
         do(T.ptx.cp.async_.wait_group(0))
         do(T.cuda.cta_sync())
 
-    def _find_lines(self, sequence: Any, tile: Any) -> Any:
-        """Lane i's is of the i-th row of a tile that a warp copies. Rows that nobody sees are replaced by one that somebody does:
+    def _token(self, tile: Any) -> Any:
+        """Of lane i: the i-th row of a tile that its warp copies. Rows that nobody sees are replaced by one that somebody does:
         nothing unknown is read."""
+        token = tile * TILE + self.at.warp * self.each + self.at.lane % self.each
+        return hold(T.min(T.max(token, self.first), self.longest - 1), "int32", "token")
+
+    def _find(self, sequence: Any, tile: Any) -> Any:
+        """The cache's block with the lane's row of a tile. It is used later: several are on their way at once."""
         found = register("int32", name="found")
         put(found, T.int32(0))
         with T.If(tile < self.stop), T.Then():
-            token = tile * TILE + self.at.warp * self.each + self.at.lane % self.each
-            token = hold(T.min(T.max(token, self.first), self.longest - 1), "int32")
-            put(found, T.Cast("int32", self.query.line(sequence, token, self.kv_head)))
+            put(found, self.query.block(sequence, self._token(tile)))
         return found
+
+    def _fill(self, sequence: Any, first: Any) -> None:
+        """Start the first tiles and load the queries. Rows that the kernel before may be writing come last, all others before
+        the wait. Loops, not written out: the code of a kernel comes from memory once in every step."""
+        fresh, stages = self.query.fresh, self.stages - 1
+        settled = first if fresh is None else hold(T.floordiv(self.longest - fresh, TILE), "int32", "settled")
+        if fresh is not None:
+            with rolled(stages) as stage, T.If(first + stage < settled), T.Then():
+                self._copy(self._find(sequence, first + stage)[0], first + stage, stage)
+        self.env.wait()
+        self._start_queries()
+        with rolled(stages) as stage:
+            with T.If(first + stage >= settled), T.Then():
+                self._copy(self._find(sequence, first + stage)[0], first + stage, stage)
+            do(T.ptx.cp.async_.commit_group())
+        self.env.release()  # only now: the next kernel fills the memory's queues with weights
+        self._load_queries()
 
     def _copy(self, found: Any, tile: Any, slot: Any) -> None:
         """Start the copies of a warp's rows of a tile: 16 bytes a lane, chunks swizzled by row against bank conflicts."""
         before = self.at.warp * self.each
         with T.If(tile < self.stop), T.Then():
+            lines = hold(T.Cast("int32", self.query.line_in(found, self._token(tile), self.kv_head)), "int32", "lines")
             for index in range(self.each * self.chunks // 32):
                 piece = index * 32 + self.at.lane
                 row, chunk = hold(T.floordiv(piece, self.chunks), "int32"), T.floormod(piece, self.chunks)
-                line = from_lane(found, row, "int32")
+                line = from_lane(lines, row, "int32")
                 place = self._in_tile(before + row, chunk)
                 for half, cache in enumerate((self.query.keys, self.query.values)):
                     source = cache.lines.ptr_to([wide(line), wide(chunk * 8)])
                     do(T.ptx[COPY_ONCE](self.ring.ptr_to([slot, half, place, 0]), source, 16, self.at.once))
-        do(T.ptx.cp.async_.commit_group())
 
     def _score(self, slot: Any) -> None:
         """The products of 64 cache rows by `mma`."""
@@ -238,10 +310,9 @@ class BlockAttention:
                     do(T.ptx[self.mma](*c, *q, pieces[eight * 4 + part * 2], pieces[eight * 4 + part * 2 + 1], *c))
 
     def _weigh(self, tile: Any) -> None:
-        """The running largest of the scores, and the weights in their place."""
-        scale = T.float32(self.query.scale * LOG2_E)
-        for index in range(TILE // 2):
-            put(self.scores, self.scores[index] * scale, index)
+        """The weights, in place of the scores. They are relative to a score that was the largest not long ago: only where a new
+        one is greater by `SLACK` are the sums so far made smaller."""
+        scale, before = T.float32(self.query.scale * LOG2_E), register("float32", 2, "before")
         with T.If(T.Or(tile * TILE < self.first, tile * TILE + TILE > self.shortest)), T.Then():
             self._hide(tile)
         for half in range(2):
@@ -250,15 +321,26 @@ class BlockAttention:
             for index in mine:
                 top = T.max(top, self.scores[index])
             top = hold(T.cuda.warp_max(hold(top), 4))
-            shrink = power_of_two(self.largest[half] - top)
-            put(self.largest, top, half)
-            put(self.total, self.total[half] * shrink, half)
+            put(before, self.largest[half], half)
+            put(self.largest, T.Select((top - self.largest[half]) * scale > T.float32(SLACK), top, self.largest[half]), half)
+        self._shrink(before, scale)
+        for half in range(2):
+            mine = [eight * 4 + half * 2 + i for eight in range(TILE // 8) for i in range(2)]
+            top = hold(self.largest[half] * scale)
             for index in mine:
-                put(self.scores, power_of_two(self.scores[index] - top), index)
+                put(self.scores, power_of_two(self.scores[index] * scale - top), index)
                 put(self.total, self.total[half] + self.scores[index], half)
-            for index in range(self.dim // 8):
-                for i in range(2):
-                    put(self.sums, self.sums[index * 4 + half * 2 + i] * shrink, index * 4 + half * 2 + i)
+
+    def _shrink(self, before: Any, scale: Any) -> None:
+        """What has been summed up relative to `before`, where a row of the warp has a new largest score; others stay."""
+        grown = T.Or(self.largest[0] > before[0], self.largest[1] > before[1])
+        with T.If(T.cuda.any_sync(T.uint32(0xFFFFFFFF), T.Cast("int32", grown)) > 0), T.Then():
+            for half in range(2):
+                shrink = hold(power_of_two((before[half] - self.largest[half]) * scale))
+                put(self.total, self.total[half] * shrink, half)
+                for index in range(self.dim // 8):
+                    for i in range(2):
+                        put(self.sums, self.sums[index * 4 + half * 2 + i] * shrink, index * 4 + half * 2 + i)
 
     def _hide(self, tile: Any) -> None:
         """Scores of cache rows that a query does not see."""
@@ -293,11 +375,16 @@ class BlockAttention:
     def _multiply_keys(self, slot: Any) -> None:
         scores = [self.scores[i] for i in range(TILE // 2)]
         with self._multiplying(self.scores, TILE // 2):
-            keys = self._descriptor(slot, 0)
+            keys, kept = self._descriptor(self.ring.ptr_to([slot, 0, 0, 0]), 1), None
+            if self.kept is not None:
+                kept = self._descriptor(self.kept.ptr_to([T.floordiv(self.at.warp, 4) * 64 * self.chunks, 0]), 1)
             for step in range(self.dim // 16):
-                q = [self.q[step * 4 + i] for i in range(4)]
-                ahead = T.uint64((step // 4 * PANEL + step % 4 * 32) // 16)
-                do(T.ptx[self.wgmma.format(TILE)](*scores, *q, keys + ahead, T.bool(step > 0), 1, 1, 0))
+                ahead, more = T.uint64((step // 4 * PANEL + step % 4 * 32) // 16), T.bool(step > 0)
+                if kept is None:
+                    q = [self.q[step * 4 + i] for i in range(4)]
+                    do(T.ptx[self.wgmma.format(TILE)](*scores, *q, keys + ahead, more, 1, 1, 0))
+                else:
+                    do(T.ptx[self.wgmma.format(TILE)](*scores, kept + ahead, keys + ahead, more, 1, 1, 0, 0))
 
     def _multiply_values(self, slot: Any) -> None:
         """The sums of one product are the fragments of the next."""
@@ -305,7 +392,7 @@ class BlockAttention:
         for index in range(TILE // 4):
             self._pair(weights[index], index * 2)
         with self._multiplying(self.sums, self.dim // 2):
-            values = self._descriptor(slot, 1)
+            values = self._descriptor(self.ring.ptr_to([slot, 1, 0, 0]), PANEL // 16)
             for step in range(TILE // 16):
                 a = [weights[step * 4 + i] for i in range(4)]
                 do(T.ptx[self.wgmma.format(self.dim)](*sums, *a, values + T.uint64(step * 16 * 128 // 16), T.bool(True), 1, 1, 1))
@@ -322,44 +409,43 @@ class BlockAttention:
 
     def _ordered(self, target: Any, count: int) -> None:
         for index in range(count):
-            do(T.ptx["mov.b32"](target[index], target[index]))
+            do(T.cuda.func_call("circuitgraph_keep", T.address_of(target[index]), source_code=KEEP))
 
-    def _descriptor(self, slot: Any, half: int) -> Any:
-        """Of a tile's keys as they lie, or of its values transposed, 64 columns a panel."""
-        made, start = register("uint64", name="descriptor"), self.ring.ptr_to([slot, half, 0, 0])
-        apart = PANEL // 16 if half else 1
+    def _descriptor(self, start: Any, apart: int) -> Any:
+        """Of a tile's keys or of queries as they lie, or of its values transposed, 64 columns a panel, `apart` 16 bytes."""
+        made = register("uint64", name="descriptor")
         do(T.cuda.wgmma.encode_matrix_descriptor(T.address_of(made[0]), start, apart, 64, SWIZZLE_128))
         return made[0]
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def _join(self, finish: Callable[[Any, Any, Any, Any], None]) -> None:
+    def _join(self, finish: Callable[[Any, Any, Any, list[Any]], None]) -> None:
         """Every block of the cluster finishes some of the elements, with all blocks' sums."""
         at, parts = self.at, self.query.parts
         for half in range(2):
             put(self.total, T.cuda.warp_sum(self.total[half], 4), half)
             place = self._place(half)
             for index in range(self.dim // 8):
-                for i in range(2):
-                    column = index * 8 + at.lane % 4 * 2 + i
-                    T.buffer_store(self.sums_of_block, self.sums[index * 4 + half * 2 + i], [place, column])
+                target = self.sums_of_block.ptr_to([place, index * 8 + at.lane % 4 * 2])
+                do(T.ptx["st.shared.v2.f32"](target, self.sums[index * 4 + half * 2], self.sums[index * 4 + half * 2 + 1]))
             with T.If(at.lane % 4 < 1), T.Then():
-                T.buffer_store(self.stats, self.largest[half], [place, 0])
+                T.buffer_store(self.stats, self.largest[half] * T.float32(self.query.scale * LOG2_E), [place, 0])
                 T.buffer_store(self.stats, self.total[half], [place, 1])
         cluster_sync(parts)
         units, threads = self.queries * self.dim // EACH, self.warps * 32
         turns = -(-units // (parts * threads))
         everything = [self._found((turn * parts + self.part) * threads + self.thread) for turn in range(turns)]
+        if parts > 1:
+            do(T.ptx.barrier.cluster.arrive.release.aligned())
         for place, column, found in everything:
             shares = self._shares([stats for stats, _ in found])
             row = hold(self.first_row + T.floordiv(place, self.group), "int32")
             head = hold(self.kv_head * self.group + T.floormod(place, self.group), "int32")
             values = [hold(sum(share * sums[i] for share, (_, sums) in zip(shares, found, strict=True))) for i in range(EACH)]
             with T.If(T.And(place < self.queries, row < self.rows)), T.Then():
-                for i, value in enumerate(values):
-                    finish(row, head, hold(column + i, "int32"), value)
-        if parts > 1:
-            cluster_sync(parts)  # the others may still be reading this block's sums
+                finish(row, head, column, values)
+        if parts > 1:  # the others may still be reading this block's sums
+            do(T.ptx.barrier.cluster.wait.acquire.aligned())
 
     def _found(self, unit: Any) -> tuple[Any, Any, list[tuple[Any, Any]]]:
         """(query, first column, what every block has of them: largest and total, sums) of some columns, on its way."""

@@ -7,10 +7,10 @@ from typing import Any
 
 from ...plan.ir import Group, Plan
 from ..base import Kernel, kernel, within
-from .architectures import CLUSTERS_OF_HALVES, architecture_of, fitting
-from .block_attention import TILE, BlockAttention, shared_bytes, warps_of
+from .architectures import CLUSTERS_OF_HALVES, architecture_of, at_once, fitting
+from .block_attention import TILE, BlockAttention, keeps_queries, shared_bytes, warps_of
 from .paged import CLUSTER
-from .shared import attend_end, attend_facts, query_of, refuse_attend
+from .shared import attend_end_of_some, attend_facts, query_of, refuse_attend
 
 
 @kernel
@@ -38,9 +38,9 @@ class AttendBlocks(Kernel):
         heads, dim, kv_heads, dtypes = attend_facts(plan, group)
         if len(dtypes) > 1 or "f32" in dtypes:
             return f"needs queries and cache in bf16 or f16, both the same, got {', '.join(sorted(dtypes))}"
-        if dim != 128:  # with 64, ptxas 13.0 puts weights into the registers of the queries, which the next tile needs again
-            return f"head size {dim}"
         block = plan.circuit.block_size
+        if dim != 128 and not keeps_queries(dim, block, heads // kv_heads):
+            return f"head size {dim}"
         if heads % kv_heads or block > 32 or (block * heads // kv_heads) % 16:
             return f"{heads} query heads over {kv_heads}, of blocks of {block} rows"
         if warps_of(block, heads // kv_heads) not in (2, 4, 8, 16):
@@ -59,9 +59,15 @@ class AttendBlocks(Kernel):
 
     @staticmethod
     def parts(plan: Plan, group: Group, params: Any) -> int:
-        """As many as run at once."""
-        clusters = -(-plan.rows // plan.circuit.block_size) * attend_facts(plan, group)[2]
-        return params.parts or next((parts for parts, fit in CLUSTERS_OF_HALVES.items() if clusters <= fit), 1)
+        """As many as run at once: two thread blocks a processor of up to four warps, whose registers leave room for no more."""
+        heads, _, kv_heads, _ = attend_facts(plan, group)
+        clusters = -(-plan.rows // plan.circuit.block_size) * kv_heads
+        if params.parts:
+            return params.parts
+        if warps_of(plan.circuit.block_size, heads // kv_heads) <= 4:
+            return next((parts for parts, fit in CLUSTERS_OF_HALVES.items() if clusters <= fit), 1)
+        processors = architecture_of(plan).processors
+        return next((p for p in range(CLUSTER, 1, -1) if clusters * p <= processors and at_once(clusters, p)), 1)
 
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
@@ -69,4 +75,4 @@ class AttendBlocks(Kernel):
         query = query_of(env, group, AttendBlocks.parts(env.plan, group, params), joined=True)
         kind, stages = env.plan.circuit.types[q].dtype, AttendBlocks.stages(env.plan, group, params)
         block = env.plan.circuit.block_size
-        BlockAttention(env, query, env.words(q), kind, block=block, stages=stages).emit(attend_end(env, group, query))
+        BlockAttention(env, query, env.words(q), kind, block=block, stages=stages).emit(attend_end_of_some(env, group, query))

@@ -17,7 +17,7 @@ from .epilogue import Epilogue
 from .formats import Format, scales_of
 from .plain import ROWS, Logits, Partials, Projection, emit_top1_final
 from .row_program import Evaluator, Place, emit_rows, for_each, refuse_rows, sinks_of
-from .values import hold, load, store
+from .values import do, hold, load, register, store
 
 Finish = Callable[[Any, Any, list[Any]], None]
 PROLOGUE_WARPS = 16
@@ -171,7 +171,7 @@ def fresh_rows(env: Any, node: Node) -> int | None:
     plan = env.plan
     made_by, whose = plan.circuit.producer.get(node.inputs[1]), plan.circuit.entry(plan.entry).rows
     appended = made_by is not None and made_by.op == "append"
-    return plan.rows if env.settled and appended and whose == "sequences" else None
+    return plan.rows if env.settled and appended and whose in ("sequences", "block") else None
 
 
 def state_of(plan: Plan, node: Any) -> str:
@@ -191,6 +191,28 @@ def attend_end(env, group: Group, query: Query) -> Callable[[Any, Any, Any, Any]
             store(target, [row, head * dim + column], evaluator.at(name, Place(row, head, column)))
 
     return finish
+
+
+def attend_end_of_some(env, group: Group, query: Query) -> Callable[[Any, Any, Any, list[Any]], None]:
+    """As `attend_end`, of some values side by side: one store, where nothing is computed from them."""
+    one, (sink, *others) = attend_end(env, group, query), sinks_of(env.plan, group, group.nodes)
+    dim, dtype = int(query.q.shape[2]), env.plan.circuit.types[sink].dtype
+
+    def finish(row, head, column, values):
+        for index, value in enumerate(values):
+            one(row, head, hold(column + index, "int32"), value)
+
+    def finish_words(row, head, column, values):
+        pairs = [register("uint32") for _ in values[::2]]
+        for pair, low, high in zip(pairs, values[::2], values[1::2], strict=True):
+            do(T.ptx[f"cvt.rn.{dtype}x2.f32"](pair[0], high, low))
+        target = words.ptr_to([row, hold(T.floordiv(head * dim + column, 2), "int32")])
+        do(T.ptx[f"st.global.v{len(pairs)}.b32"](target, *(pair[0] for pair in pairs)))
+
+    if others or dtype == "f32" or any(node.op not in VIEWS for node in group.epilogue):
+        return finish
+    words = env.words(sink)
+    return finish_words
 
 
 def emit_copy(env, source: Any, target: Any) -> None:

@@ -30,6 +30,7 @@ from .shared import (
     refuse_quantised,
     refuse_top1,
 )
+from .stream_templates import appends_next
 from .tile_templates import refuse_scales
 from .warpgroups import DEPTH, ROWS, STAGES, Ahead, WarpgroupTile, WarpgroupTiles
 
@@ -112,6 +113,11 @@ def emit_tiles(env: Any, group: Group, tile: WarpgroupTile, projections: list[Pr
     return WarpgroupTiles(env, tile, x, format.kind, projections)
 
 
+def settles(plan: Plan, group: Group) -> bool:
+    """Does attention follow that will ask for cache rows early? See `Stream.emit`."""
+    return appends_next(plan, group) and any(other.pattern == "attend" for other in plan.groups)
+
+
 @kernel
 class LinearWarpgroups(Kernel):
     """Projections of some rows in bf16 or f16 by `wgmma`, with quantised weights or not, a block a tile of weights and a part of
@@ -136,7 +142,7 @@ class LinearWarpgroups(Kernel):
         tile = params.tile(env.plan, group)
         projections = [projection_of(env, anchors, Ahead(env, group, anchors, nodes)) for anchors, nodes in meeting(group)]
         sums = env.scratch("sums") if tile.parts > 1 else None
-        emit_tiles(env, group, tile, projections).emit(sums)
+        emit_tiles(env, group, tile, projections).emit(sums, settles=settles(env.plan, group))
 
 
 @kernel
