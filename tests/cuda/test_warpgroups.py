@@ -149,7 +149,7 @@ def test_attention_of_blocks_runs_at_once(blocks, parts):
     ("sizes", "reason"),
     [
         ({"head_dim": 256}, "head size 256"),
-        ({"head_dim": 64}, "head size 64"),
+        ({"head_dim": 64, "num_key_value_heads": 16}, "head size 64"),
         ({"num_key_value_heads": 32}, "1 warps do not split tiles of 64 cache rows"),
         ({"num_attention_heads": 24}, "3 warps do not split"),
         ({"block_size": 6}, "of blocks of 6 rows"),
@@ -161,6 +161,39 @@ def test_attention_of_blocks_says_what_it_does_not_take(sizes, reason):
     plan = plan_of(circuit, circuit.block_size * 2)
     assert kernels_of(plan)["attend"] != "attention_blocks"
     assert reason in refusals_of(plan)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "blocks", "parts"), [(4, 1, 8), (4, 2, 8), (4, 4, 6), (4, 8, 3), (2, 1, 8), (2, 8, 6), (4, 33, 1)]
+)
+def test_attention_of_more_than_64_queries_has_a_processor_a_block(kv_heads, blocks, parts):
+    """Their registers leave room for no second one."""
+    plan = plan_of(dflash(num_key_value_heads=kv_heads), blocks * 16)
+    assert kernels_of(plan)["attend"] == "attention_blocks"
+    assert AttendBlocks.parts(plan, groups_of(plan)["attend"], AttendBlocks.Params()) == parts
+
+
+def test_attention_of_blocks_takes_heads_of_64():
+    plan = plan_of(dflash(head_dim=64), 32)
+    assert kernels_of(plan)["attend"] == "attention_blocks"
+    assert shared_bytes(64, 16, 4, 3) - shared_bytes(64, 16, 2, 3) > 64 * 64 * 2, "four warps' queries stay in shared memory"
+
+
+def kernels_with(plan, text: str) -> list[str]:
+    backend = make_backend(Target("cuda", "sm_90a"))
+    (source,) = backend.sources(backend.lower([plan]))
+    return [kernel for kernel in source.split('extern "C" __global__ ') if text in kernel and "{" in kernel]
+
+
+@pytest.mark.parametrize("rows", [16, 128])
+def test_attention_of_blocks_asks_for_old_cache_rows_before_the_wait(rows):
+    """And for queries, and rows that the program itself appends, behind it; then the next kernel may start."""
+    (attention,) = [kernel for kernel in kernels_with(plan_of(dflash(), rows), "kv_table_ptr") if "wgmma" in kernel]
+    before, _, after = attention.partition("griddepcontrol_wait();")
+    assert before.count("cp_async_cg") == 16
+    assert "q_3_ptr" not in before.partition("{")[2]
+    assert "launch_dependents" not in before
+    assert after.index("cp_async_cg") < after.index("launch_dependents")
 
 
 def test_rows_of_sequences_of_their_own_are_no_blocks():

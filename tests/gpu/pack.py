@@ -408,11 +408,22 @@ CASES = (
         program="dflash",
         block=16,
     ),
-    # Heads of 64, which paged attention takes.
+    # Heads of 64, whose queries stay in shared memory.
     Case(
         "direct_dflash_narrow",
         "dflash_qwen3",
         {**DFLASH_SIZES, "head_dim": 64},
+        widths=(1, 3),
+        context_rows=(16,),
+        entries=STEP,
+        program="dflash",
+        block=16,
+    ),
+    # Eight query heads over each KV head: 128 queries a block, whose thread blocks have a processor each.
+    Case(
+        "direct_dflash_heads",
+        "dflash_qwen3",
+        {**DFLASH_SIZES, "num_attention_heads": 16},
         widths=(1, 3),
         context_rows=(16,),
         entries=STEP,

@@ -74,7 +74,7 @@ def test_a_wrong_weight_is_seen(direct):
 
 
 @pytest.mark.parametrize("context", [63, 64, 129, 1000, 4000])
-@pytest.mark.parametrize("name", ["direct_dflash", "direct_dflash_blocks", "direct_dflash_narrow"])
+@pytest.mark.parametrize("name", ["direct_dflash", "direct_dflash_blocks", "direct_dflash_narrow", "direct_dflash_heads"])
 def test_blocks_of_long_contexts(name, context):
     """Every part of a context has several tiles; sequences end apart."""
     opened = open_direct(artifact_folder(name))
