@@ -173,6 +173,9 @@ def complete_before(bodies: list[str]) -> set[str]:
 
 SETTLED = re.compile(r"^( *)if \(\(\(\w+\[0\] \* (\d+)\) \+ (\d+)\) <= \w+\[0\]\) \{\n.*?^\1\}$", re.S | re.M)
 """What is done with a tile of so many cache rows if it ends so many rows before its sequence does, or more."""
+FIRST_FRESH = re.compile(r" settled_ptr\[0\] = \(\(longest_ptr\[0\] - (\d+)\) >> 6\);")
+"""Of attention of blocks: the first tile of 64 cache rows of which a row may be among so many newest."""
+BEFORE_FRESH = re.compile(r"^( *)if \(\(\w+\[0\] \+ \w+\) < settled_ptr\[0\]\) \{\n.*?^\1\}$", re.S | re.M)
 
 
 def without_settled(rows: int, bodies: list[str], body: str) -> str:
@@ -181,6 +184,8 @@ def without_settled(rows: int, bodies: list[str], body: str) -> str:
     if not any(map(lets_start_late, bodies)):
         return body
     early, waits, rest = body.partition("griddepcontrol_wait();")
+    if any(int(newest) == rows for newest in FIRST_FRESH.findall(early)):
+        early = BEFORE_FRESH.sub("", early)
     return SETTLED.sub(lambda found: "" if int(found[3]) == int(found[2]) + rows else found[0], early) + waits + rest
 
 
