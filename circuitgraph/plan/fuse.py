@@ -143,7 +143,10 @@ def _match(circuit: Circuit, pattern: Pattern, anchor: Node, taken: set[str]) ->
         members |= {node.name for node in inside}
     if pattern.needs:
         fed = {name for node in epilogue for name in node.inputs}
-        anchors = [node for node in anchors if any(value.name in fed for value in node.outputs)]
+        feeding = [node for node in anchors if any(value.name in fed for value in node.outputs)]
+        if pattern.optional and len(feeding) < len(anchors):
+            return None  # a sibling that ends otherwise would have to read the same x in a launch of its own
+        anchors = feeding
         members = {node.name for node in (*anchors, *epilogue)}
     read_later = {name for node in epilogue for name in node.inputs}
     prologue = _absorb_producers(circuit, pattern, anchors, members, taken, read_later)

@@ -191,6 +191,10 @@ def test_verifier_refuses_a_lost_node_and_a_wrong_order():
 QKV = ("q_proj", "k_proj", "v_proj")
 
 
+ATTENDED = "merge(attention(q, kv, scale=0.1))"
+GATED = f"mul({ATTENDED}, sigmoid(linear(x, g_proj)))"
+
+
 def attending(rows=4, storage=None, **program):
     """Plans of attention whose queries and keys have no norm, as fused and as scheduled."""
     text = """
@@ -198,18 +202,19 @@ program: attending
 inputs: {{x: "bf16[n, 2048]", position: "i32[n]"}}
 state: {{kv: {{kind: paged_kv, layers: 1, heads: 2, dim: {dim}, dtype: {kv}}}}}
 tables: {{rope: {{kind: rope, dim: {turned}}}}}
-weights: {{q_proj: "bf16[{q}, 2048]", k_proj: "bf16[{k}, 2048]", v_proj: "bf16[{k}, 2048]", b: "bf16[{k}]"}}
+weights: {{q_proj: {q}, k_proj: {k}, v_proj: {k}, b: "bf16[{many}]", g_proj: {q}}}
 body:
   - p = {p}
   - q = rope(heads(linear(x, q_proj), count=4), p, rope.cos, rope.sin, style={style})
   - k = rope(heads(linear(x, k_proj{bias}), count=2), p, rope.cos, rope.sin, style={style})
   - kv = append(kv, k, heads(linear(x, v_proj), count=2))
-  - a = merge(attention(q, kv, scale=0.1))
+  - a = {a}
 outputs: {{a: a}}
 entries: {{run: {{outputs: [a], effects: [kv]}}}}
 """
-    facts = {"dim": 64, "turned": 64, "style": "half", "p": "position", "kv": "bf16", "bias": ""} | program
-    sizes = {"q": 4 * facts["dim"], "k": 2 * facts["dim"]}
+    facts = {"dim": 64, "turned": 64, "style": "half", "p": "position", "kv": "bf16", "bias": "", "a": ATTENDED} | program
+    sizes = {name: f'"bf16[{count * facts["dim"]}, 2048]"' for name, count in (("q", 4), ("k", 2))}
+    sizes["many"] = str(2 * facts["dim"])
     circuit = parse_circuit(text.format(**facts, **sizes))
     if storage:
         circuit = circuit.with_storage(dict.fromkeys(QKV, Storage.parse(storage)))
@@ -242,6 +247,12 @@ def test_what_no_kernel_ends_so_is_cut_as_before(program):
     """Nothing refuses to compile: the nodes are grouped as if there were no such pattern."""
     fused, plan = attending(**program)
     assert "qkv" in {pattern for pattern, _ in ops_of(fused)}
+    assert [pattern for pattern, _ in ops_of(plan)] == ["project", "cache_rows", "attend"]
+
+
+@pytest.mark.parametrize("rows", [4, 9])
+def test_a_product_beside_that_ends_otherwise_keeps_all_of_them_in_one_launch(rows):
+    _, plan = attending(rows, a=GATED)
     assert [pattern for pattern, _ in ops_of(plan)] == ["project", "cache_rows", "attend"]
 
 

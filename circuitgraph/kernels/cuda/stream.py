@@ -36,8 +36,8 @@ from .values import COPY_ONCE, do, hold, load, put, register, store, wide, zeros
 STEP_WORDS = 16
 """Words of a weight row in one step of a warp: a lane has four, and four lanes share a row."""
 
-EARLY_REGISTERS = 40
-"""Up to so many of a thread hold a norm's weights while x is waited for; more would be spilled."""
+EARLY_REGISTERS = (40, 96)
+"""Up to so many of a thread hold a norm's weights while x is waited for, and these and x together; more would be spilled."""
 
 
 @dataclass(frozen=True)
@@ -636,8 +636,10 @@ class Stream:
         if self.norm is None:
             return None
         each = self.cut.step // 8
-        weights = register("uint32", self.cut.x_steps * each, "norm_weights")
-        early = self.cut.teams == 1 and self.cut.x_steps * each <= EARLY_REGISTERS
+        own = self.cut.x_steps * each
+        weights = register("uint32", own, "norm_weights")
+        few = own <= EARLY_REGISTERS[0] and (self.cut.row_blocks + 1) * own <= EARLY_REGISTERS[1]
+        early = self.cut.teams == 1 and few
         load = "ld.global.v4.b32" if early else "ld.global.nc.v4.b32"  # the compiler moves what is constant behind x
         for step in range(self.cut.x_steps):
             for first in range(0, each, 4):
