@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 
 from ..errors import CheckpointError, Fault, ProgramError, did_you_mean
 from ..language.schema import SwitchValue
@@ -33,7 +33,7 @@ class _Strict(BaseModel):
 class ConfigSwitch(_Strict):
     """A switch that is decided by a config key; where the config lacks it, by whether the file has a `tensor`: `held` or
     `absent`; `default` where there is neither key nor file. equal: two config values without whose equality the tensor may
-    not be absent: then it is `default`, and the tensor is missed."""
+    not be absent: then it is `default`, and the tensor is missed. Where they are equal, a bare config means `absent`, too."""
 
     config: str | None = None
     tensor: str | None = None
@@ -122,6 +122,18 @@ class FamilyFile(_Strict):
     waived: list[WaivedDecl] = Field(default_factory=list)
     marks: dict[str, str] = Field(default_factory=dict)
     example: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _names_what_there_is(self) -> FamilyFile:
+        for key, decl in self.ambiguous.items():
+            if key not in self.supports:
+                raise ValueError(f"ambiguous: '{key}' is no setting of 'supports'")
+            if decl.switch not in self.switches:
+                raise ValueError(f"ambiguous: '{key}' is decided by '{decl.switch}', which is none of 'switches'")
+        for name, decl in self.switches.items():
+            if isinstance(decl, ConfigSwitch) and decl.equal is not None and None in (decl.tensor, decl.held, decl.absent):
+                raise ValueError(f"switches: '{name}' says 'equal', which needs 'tensor', 'held' and 'absent'")
+        return self
 
 
 @dataclass(frozen=True)
@@ -256,8 +268,8 @@ class Family:
                 decided[name] = decl
                 continue
             value = config.find(decl.config) if decl.config else None
-            if value is None and decl.tensor and tensors is not None:
-                value = decl.held if _held(decl.tensor, tensors) else decl.absent if _equal(decl, config) else None
+            if value is None and decl.tensor:
+                value = self._told_by_tensor(decl, config, tensors)
             decided[name] = decl.default if value is None else value
             if type(decided[name]) is not type(decl.default):
                 expected = "true or false" if isinstance(decl.default, bool) else "a text"
@@ -266,6 +278,15 @@ class Family:
         if faults:
             raise CheckpointError(faults)
         return decided
+
+    def _told_by_tensor(self, decl: ConfigSwitch, config: ModelConfig, tensors: TensorFiles | None) -> SwitchValue | None:
+        """What a switch is by the file; of a bare config, what an equality says. None: the default."""
+        assert decl.tensor is not None
+        if tensors is not None and _held(decl.tensor, tensors):
+            return decl.held
+        if decl.equal is None:
+            return None if tensors is None else decl.absent
+        return decl.absent if _equal(decl.equal, config) else None
 
     def candidates(self, weight: str) -> tuple[str, ...]:
         """Tensor names that may hold `weight`, best first; `{layer}` still stands in them. Empty: the family has none."""
@@ -427,9 +448,10 @@ def _held(name: str, tensors: TensorFiles) -> bool:
     return any(_matches(spelling, tensor) for spelling in spellings(name) for tensor in tensors.names)
 
 
-def _equal(decl: ConfigSwitch, config: ModelConfig) -> bool:
-    """Whether the two config values are equal without which the switch's tensor may not be absent."""
-    return len({config.values.get(key, config.find(key)) for key in decl.equal or ()}) <= 1
+def _equal(keys: tuple[str, str], config: ModelConfig) -> bool:
+    """Whether the config has one value for both keys."""
+    one, other = (config.values.get(key, config.find(key)) for key in keys)
+    return one is not None and one == other
 
 
 def _layers(config: ModelConfig, said: ItemsDecl) -> tuple[list[int] | None, list[Fault]]:

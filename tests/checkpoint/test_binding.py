@@ -648,6 +648,7 @@ def test_an_eagle3_head_may_score_all_tokens_of_the_target(config: dict) -> None
     assert (bound.family, dict(bound.circuit.facts)["ids"]) == ("eagle3_llama", "own")  # which are the target's
     assert "d2t" not in bound.tensors
     assert bound.tensors["lm_head"].shape == (512, 64)
+    assert load_circuit("eagle3", config="m/config.json").facts == bound.circuit.facts  # what `show` makes of the config alone
 
 
 @pytest.mark.parametrize("recycle", ["pre_norm", "post_norm"])

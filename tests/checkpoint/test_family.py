@@ -80,6 +80,22 @@ def test_refusals(old: str, new: str, message: str) -> None:
     assert refusal(family(old, new)).split("\n")[0].startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("switches:\n", "ambiguous: {odd: {switch: concat, meanings: two}}\nswitches:\n", "'odd' is no setting of 'supports'"),
+        (
+            "switches:\n",
+            "ambiguous: {use_mrope: {switch: odd, meanings: two}}\nswitches:\n",
+            "'odd', which is none of 'switches'",
+        ),
+        ("fc_bias: false", "fc_bias: {equal: [a, b], default: false}", "'fc_bias' says 'equal', which needs 'tensor'"),
+    ],
+)
+def test_what_a_family_file_names_is_there(old: str, new: str, message: str) -> None:
+    assert message in refusal(family(old, new))
+
+
 def test_several_families_recognise_one_config(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = bind("auto", model=MODEL).config.raw
     twice = [load_family("mimo_mtp"), load_family("mimo_mtp")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from circuitgraph.measure.shapes import SHAPES, state_storage
 from circuitgraph.pipeline import Run, plan_piece
 from circuitgraph.plan.schedule import load_schedule
 from circuitgraph.target import Target
+from tests.gpu.pack import CASES, TARGET, plans_of
 
 RULES = load_schedule("cuda")
 LARGE = SHAPES["dflash-qwen3-8b"]
@@ -215,3 +217,15 @@ def test_every_weight_is_copied_once_and_before_the_wait():
     assert "cp_async" in before
     assert "norm" not in before.partition("{")[2]
     assert "m64n128k16" in after
+
+
+def test_a_bias_is_read_within_its_columns():
+    """Blocks that add parts are wider than some projections, and compute what they do not store."""
+    case = next(case for case in CASES if case.name == "biased_bf16")
+    plans = [plan for plan in plans_of(case) if plan.rows == 32 and plan.entry == "draft"]
+    backend = make_backend(TARGET)
+    text = "".join(backend.sources(backend.lower(plans)))
+    kernels = [part for part in re.split(r"(?m)^(?=extern )", text) if re.search(r"bias_ptr\[", part)]
+    assert len(kernels) == 1
+    for index in re.findall(r"bias_ptr\[(\w+)\[0\]\]", kernels[0]):
+        assert f"{index}[0] = min(" in kernels[0]

@@ -190,7 +190,7 @@ CASES = (
         entries=STEP,
     ),
     # Biases, the mask at the first position, RoPE at the hidden's position.
-    Case("biased_bf16", "mimo_mtp", {}, {"rope_position": "hidden", "mask_first": True}, widths=(1, 3), entries=STEP),
+    Case("biased_bf16", "mimo_mtp", {}, {"rope_position": "hidden", "mask_first": True}, widths=(1, 3, 32), entries=STEP),
     # Queries and keys rotated where their sums arise: whole heads, and a half of smaller ones.
     Case("rotated_bf16", "mimo_mtp", {"attention_bias": False}, widths=(1, 3, 8), entries=MASKED),
     Case(

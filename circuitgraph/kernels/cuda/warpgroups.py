@@ -454,10 +454,10 @@ class WarpgroupTiles:
         for _, row, column, _ in elements:
             nearest = hold(T.min(column, T.int32(projection.columns - 1)), "int32")
             factors = [self._factor(projection, matrix, nearest) for matrix in range(self.matrices)]
-            found.append((factors, projection.finish.fetch(T.min(row, T.int32(self.rows - 1)), nearest)))
-        for (_, row, column, sums), (factors, ahead) in zip(elements, found, strict=True):
+            found.append((nearest, factors, projection.finish.fetch(T.min(row, T.int32(self.rows - 1)), nearest)))
+        for (_, row, _, sums), (nearest, factors, ahead) in zip(elements, found, strict=True):
             totals = [hold(total if factor is None else total * factor) for total, factor in zip(sums, factors, strict=True)]
-            made.append(projection.finish.finish(row, column, totals, ahead))
+            made.append(projection.finish.finish(row, nearest, totals, ahead))
         for (visible, row, column, _), values in zip(elements, made, strict=True):
             with T.If(T.bool(True) if visible is None else visible > 0), T.Then():
                 for target, value in values:
