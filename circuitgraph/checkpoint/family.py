@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from ..errors import CheckpointError, Fault, ProgramError, did_you_mean
 from ..language.schema import SwitchValue
@@ -123,18 +123,6 @@ class FamilyFile(_Strict):
     marks: dict[str, str] = Field(default_factory=dict)
     example: dict[str, Any]
 
-    @model_validator(mode="after")
-    def _names_what_there_is(self) -> FamilyFile:
-        for key, decl in self.ambiguous.items():
-            if key not in self.supports:
-                raise ValueError(f"ambiguous: '{key}' is no setting of 'supports'")
-            if decl.switch not in self.switches:
-                raise ValueError(f"ambiguous: '{key}' is decided by '{decl.switch}', which is none of 'switches'")
-        for name, decl in self.switches.items():
-            if isinstance(decl, ConfigSwitch) and decl.equal is not None and None in (decl.tensor, decl.held, decl.absent):
-                raise ValueError(f"switches: '{name}' says 'equal', which needs 'tensor', 'held' and 'absent'")
-        return self
-
 
 @dataclass(frozen=True)
 class Family:
@@ -172,7 +160,8 @@ class Family:
             value, unclear = config.find(key), self.file.ambiguous.get(key)
             values = value if isinstance(value, list) else [value]
             fine = not accepted or (accepted != "absent" and all(item in accepted for item in values))
-            if value is None or fine or (unclear and unclear.switch in told):
+            decided = unclear and unclear.switch in told and type(value) in map(type, accepted)
+            if value is None or fine or decided:
                 continue
             expected = "no such key" if accepted == "absent" else " or ".join(repr(item) for item in accepted)
             message = f"family '{self.name}' does not model this setting"
@@ -349,7 +338,30 @@ def load_family(name_or_path: str | Path) -> Family:
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         hint = f"{did_you_mean(str(name_or_path), shipped)} Or give the path of a .yaml file."
         raise ProgramError(Fault(f"no family '{name_or_path}'", hint=hint))
-    return Family(*read_yaml(path, FamilyFile))
+    family = Family(*read_yaml(path, FamilyFile))
+    faults = _contradictions(family)
+    if faults:
+        raise ProgramError(faults)
+    return family
+
+
+def _contradictions(family: Family) -> list[Fault]:
+    """What is said in a family file of something else there that is not said."""
+    faults, file, places = [], family.file, family.places
+    for key, decl in file.ambiguous.items():
+        where = places["ambiguous", key]
+        if key not in file.supports:
+            hint = "State there which values mean one thing alone."
+            faults.append(Fault(f"'{key}' is ambiguous", where, expected="a setting of 'supports'", got="none there", hint=hint))
+        if decl.switch not in file.switches:
+            hint = did_you_mean(decl.switch, file.switches)
+            faults.append(Fault(f"'{decl.switch}' decides", where, key, "one of 'switches'", "none of that name", hint))
+    for name, decl in file.switches.items():
+        if isinstance(decl, ConfigSwitch) and decl.equal is not None and None in (decl.tensor, decl.held, decl.absent):
+            where, expected = places["switches", name], "'tensor', 'held' and 'absent' beside 'equal'"
+            lacking = ", ".join(key for key in ("tensor", "held", "absent") if getattr(decl, key) is None)
+            faults.append(Fault("an equality says when a tensor may be absent", where, name, expected, f"no {lacking}"))
+    return faults
 
 
 def families_of(program: str | None) -> list[Family]:

@@ -26,7 +26,7 @@ def unreadable(
     def planned(form: tuple[Circuit, str, int], storage: Mapping[str, Storage]) -> Plan:
         """Groups depend on the storage, too."""
         narrowed, entry, rows = form
-        return regrouped(fuse(narrowed.with_storage(storage), entry, rows, target), rules)
+        return regrouped(fuse(narrowed.with_storage(storage), entry, rows, target), rules)[0]
 
     def suffices(form: tuple[Circuit, str, int], group: Group, names: Sequence[str]) -> bool:
         """Would what `group` computes be accepted without the storage of `names`?"""

@@ -109,15 +109,17 @@ def load_schedule(target: str, path: Path | None = None) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def regrouped(plan: Plan, rules: Sequence[Rule]) -> Plan:
-    """The plan without those groups of optional patterns that no rule accepts: their nodes are in groups of other patterns."""
-    offered = [group for group in plan.groups if group.pattern in OPTIONAL]
-    declined = [anchor.name for group in offered if not _accepted(plan, group, rules) for anchor in group.anchors]
-    return fuse(plan.circuit, plan.entry, plan.rows, plan.target, declined) if declined else plan
-
-
-def _accepted(plan: Plan, group: Group, rules: Sequence[Rule]) -> bool:
-    return any(rule.declines(plan, group) is None for rule in rules if group.pattern in rule.patterns)
+def regrouped(plan: Plan, rules: Sequence[Rule]) -> tuple[Plan, dict[str, list[tuple[str, str]]]]:
+    """The plan without those groups of optional patterns that no rule accepts: their nodes are in groups of other patterns. And
+    what each rule objected to, by the anchors of these groups."""
+    declined: dict[str, list[tuple[str, str]]] = {}
+    for group in plan.groups:
+        if group.pattern in OPTIONAL:
+            reasons = [(rule.name, rule.declines(plan, group)) for rule in rules if group.pattern in rule.patterns]
+            refusals = [(name, reason) for name, reason in reasons if reason is not None]
+            if len(refusals) == len(reasons):
+                declined |= {anchor.name: refusals for anchor in group.anchors}
+    return (fuse(plan.circuit, plan.entry, plan.rows, plan.target, declined) if declined else plan), declined
 
 
 def schedule(plan: Plan, rules: tuple[Rule, ...]) -> Plan:
@@ -127,9 +129,9 @@ def schedule(plan: Plan, rules: tuple[Rule, ...]) -> Plan:
         ScheduleError: groups that no rule accepts, with every rule's reason.
     """
     choices, scratch, faults = [], [], []
-    plan = regrouped(plan, rules)
+    plan, declined = regrouped(plan, rules)
     for group in plan.groups:
-        refusals: list[tuple[str, str]] = []
+        refusals = next((list(declined[anchor.name]) for anchor in group.anchors if anchor.name in declined), [])
         for rule in rules:
             if group.pattern not in rule.patterns:
                 continue

@@ -658,6 +658,10 @@ def test_a_setting_of_two_meanings_is_taken_once_its_switch_is_given(recycle: st
     assert dict(bound.circuit.facts)["recycle"] == recycle
     given = load_circuit("eagle3", config="m/config.json", switches={"recycle": recycle})
     assert given.facts == bound.circuit.facts
+    Path("m/config.json").write_text(Path("m/config.json").read_text().replace('"norm_output": true', '"norm_output": [true]'))
+    assert "norm_output: the setting means several things" in refusal(
+        lambda: bind("auto", model=model, switches={"recycle": recycle})
+    )
 
 
 def test_what_lies_beside_a_drafter_that_is_stored_alone_is_looked_at() -> None:

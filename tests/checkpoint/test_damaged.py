@@ -508,6 +508,10 @@ REFUSED: dict[str, tuple[Damage, list[str]]] = {
             "post_norm in vLLM",
         ],
     ),
+    "a setting of two meanings that is no setting": (
+        of("eagle3_llama", config(norm_output="yes")),
+        ["m/config.json: norm_output: the setting means several things; expected False; got 'yes'"],
+    ),
     # settings that other engines know and programs here do not
     **{
         f"EAGLE-3 with {key} {str(value).lower()}": (
@@ -675,11 +679,11 @@ REFUSED: dict[str, tuple[Damage, list[str]]] = {
         ],
     ),
     "a map of another target": (
-        of("eagle3_llama", put("d2t", lambda map: map + 10000)),
+        of("eagle3_llama", put("d2t", lambda offsets: offsets + 10000)),
         ["m/model.safetensors: d2t: leads out of the target's vocabulary; expected ids 0..511; got own id 0 with offset 1"],
     ),
     "a map of ids": (
-        of("eagle3_llama", put("d2t", lambda map: map + torch.arange(len(map)))),
+        of("eagle3_llama", put("d2t", lambda offsets: offsets + torch.arange(len(offsets)))),
         ["d2t: leads out of the target's vocabulary", "or holds ids instead of offsets"],
     ),
     "a map of floats": (

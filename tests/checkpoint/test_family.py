@@ -83,13 +83,21 @@ def test_refusals(old: str, new: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("switches:\n", "ambiguous: {odd: {switch: concat, meanings: two}}\nswitches:\n", "'odd' is no setting of 'supports'"),
+        (
+            "switches:\n",
+            "ambiguous: {odd: {switch: concat, meanings: two}}\nswitches:\n",
+            "'odd' is ambiguous; expected a setting of 'supports'; got none there",
+        ),
         (
             "switches:\n",
             "ambiguous: {use_mrope: {switch: odd, meanings: two}}\nswitches:\n",
-            "'odd', which is none of 'switches'",
+            "use_mrope: 'odd' decides; expected one of 'switches'; got none of that name",
         ),
-        ("fc_bias: false", "fc_bias: {equal: [a, b], default: false}", "'fc_bias' says 'equal', which needs 'tensor'"),
+        (
+            "fc_bias: false",
+            "fc_bias: {equal: [a, b], default: false}",
+            "expected 'tensor', 'held' and 'absent' beside 'equal'; got no tensor, held, absent",
+        ),
     ],
 )
 def test_what_a_family_file_names_is_there(old: str, new: str, message: str) -> None:

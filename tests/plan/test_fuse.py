@@ -248,6 +248,8 @@ def test_what_no_kernel_ends_so_is_cut_as_before(program):
     fused, plan = attending(**program)
     assert "qkv" in {pattern for pattern, _ in ops_of(fused)}
     assert [pattern for pattern, _ in ops_of(plan)] == ["project", "cache_rows", "attend"]
+    assert plan.choices[0].refusals[0][0] == "streamed queries, keys and values"  # `explain` says why
+    assert not any("queries" in rule for choice in plan.choices[1:] for rule, _ in choice.refusals)
 
 
 @pytest.mark.parametrize("rows", [4, 9])
