@@ -133,9 +133,7 @@ def emit_combine(env: Any, query: Query, finish: Callable[[Any, Any, Any, Any], 
     """finish(row, head, column, value) with the sum of all parts; zero where a row sees nothing. A block per row and head."""
     rows, heads, parts, dim = (int(size) for size in query.sums.shape)
     warps = -(-dim // 32)
-    # The next kernel fills the memory's queues with weights as soon as it starts, which takes it longer than these loads.
-    with env.kernel(rows * heads, warps, fence=True) as at:
-        env.release()
+    with env.kernel(rows * heads, warps) as at:
         row, head = hold(T.floordiv(at.block, heads), "int32"), hold(T.floormod(at.block, heads), "int32")
 
         def column(d: Any) -> None:

@@ -4,7 +4,8 @@ One block a multiprocessor stays and takes tile after tile of 16 weight rows. A 
 warps in steps of 64 bytes. Each lane copies exactly the two 16-byte pieces that it will use itself into its own slots of a
 ring in shared memory, so the stream needs no barrier; in bf16, 16 weights x 32 columns and 8 rows of x are one step of two
 `mma`. The columns are permuted the same way in weights and x, which makes a lane's 16 bytes two fragments as they lie. The
-ring is filled before the kernel waits for its predecessor: weights do not depend on it.
+ring is filled before the kernel waits for its predecessor: weights do not depend on it. It is filled at a pace: a full ring of all
+blocks is a queue of 3.7 us on an H200, and the last stores of the kernel before, and then x, would have to wait behind it.
 
 Quantised weights (see `formats`) have 64 or 128 columns a step, which are decoded between ring and `mma`. Scales of blocks
 are fetched once a tile, for the next one: `stream_scales`. Those of four bits are multiplied with numbers, and with sums where
@@ -35,6 +36,9 @@ from .values import COPY_ONCE, do, hold, load, put, register, store, wide, zeros
 
 STEP_WORDS = 16
 """Words of a weight row in one step of a warp: a lane has four, and four lanes share a row."""
+
+PACE = 2
+"""Stages that a warp waits for at most while it fills its ring: 16 warps then have 48 KB under way, which keeps an H200 busy."""
 
 EARLY_REGISTERS = (40, 96)
 """Up to so many of a thread hold a norm's weights while x is waited for, and these and x together; more would be spilled."""
@@ -189,7 +193,7 @@ def tiles_of(columns: int, width: int, groups: int) -> int | None:
 class Stream:
     """One launch. x: [rows, columns / 2] words of two elements. Either projections, or one weight and `best`.
 
-    Weights are [columns of the result, words]; quantised ones are all of one storage.
+    Weights are [columns of the result, words]; quantised ones are all of one storage. pace: see `PACE`.
     """
 
     def __init__(
@@ -201,8 +205,9 @@ class Stream:
         projections: Sequence[Projection],
         norm: Norm | None = None,
         early: Early | None = None,
+        pace: int = PACE,
     ):
-        self.env, self.cut, self.x, self.kind, self.norm, self.early = env, cut, x, kind, norm, early
+        self.env, self.cut, self.x, self.kind, self.norm, self.early, self.pace = env, cut, x, kind, norm, early, pace
         scales = projections[0].scales[0]
         self.format = Format(kind, scales.storage if scales else None, architecture_of(env.plan).multiply)
         self.one_row = one_row.fits(self.format, cut.rows)
@@ -257,6 +262,8 @@ class Stream:
                 self.scales.begin(tile[0])
             for step in range(cut.stages):
                 number, rest = divmod(step, cut.steps * cut.groups)
+                if step > self.pace:
+                    do(T.ptx.cp.async_.wait_group(self.pace))
                 with T.If(tile[0] + number * stride < self.tiles), T.Then():
                     self._copy(step, ahead if number else here, rest)
                 do(T.ptx.cp.async_.commit_group())

@@ -36,7 +36,7 @@ from .shared import (
     refuse_quantised,
     refuse_top1,
 )
-from .stream import Early, Geometry, Norm, Stream, emit_add_parts, geometry, tiles_of
+from .stream import PACE, Early, Geometry, Norm, Stream, emit_add_parts, geometry, tiles_of
 from .stream_scales import StepScales
 from .values import store
 
@@ -48,7 +48,7 @@ TEAM_STAGES = 4
 class StreamParams:
     """warps: of a block; stages: of the ring, about; k_parts: parts of the columns over blocks, 0 for the fewest that fit;
     registers: of a thread for x; fold_norm: apply an RMSNorm inside instead of in a launch of its own; teams: that the warps are
-    parted into at most where weights have four bits."""
+    parted into at most where weights have four bits; pace: stages that are under way at most while a ring is filled."""
 
     warps: int = within(16, 1, 16)
     stages: int = within(8, 4, 16)
@@ -56,6 +56,7 @@ class StreamParams:
     registers: int = within(96, 4, 160)
     fold_norm: bool = True
     teams: int = within(4, 1, 4)
+    pace: int = within(PACE, 1, 16)
 
 
 def cut_of(plan: Plan, group: Group, params: StreamParams) -> Geometry | str:
@@ -187,7 +188,7 @@ def stream_of(env: Any, group: Group, params: StreamParams, projections: list[Pr
     source = group.anchors[0].inputs[0] if node is None else node.inputs[0]
     kind = env.plan.circuit.types[source].dtype
     norm = norm_of(env, node, bool(sinks_of(env.plan, group, (node,)))) if node else None
-    return Stream(env, cut, env.words(source), kind, projections, norm, early)
+    return Stream(env, cut, env.words(source), kind, projections, norm, early, params.pace)
 
 
 def appends_next(plan: Plan, group: Group) -> bool:
