@@ -47,10 +47,12 @@ class ItemsDecl(_Strict):
     """Layers of the target: a config's list of whole numbers, as a text with spaces between them; `otherwise` without one.
 
     items: the keys that may have the list; where several do, they agree. exactly: how many items it has. layers: the key
-    that says how many layers the target has, of which the highest is `last` from there.
+    that says how many layers the target has, of which the highest is `last` from there. outputs: keys whose lists count what
+    layers put out, where the others count what enters them: one less each.
     """
 
     items: str | list[str]
+    outputs: str | list[str] = Field(default_factory=list)
     otherwise: str | None = None
     exactly: StrictInt | None = None
     layers: str | None = None
@@ -58,7 +60,7 @@ class ItemsDecl(_Strict):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return _listed(self.items)
+        return (*_listed(self.items), *_listed(self.outputs))
 
 
 class CountDecl(_Strict):
@@ -476,6 +478,10 @@ def _layers(config: ModelConfig, said: ItemsDecl) -> tuple[list[int] | None, lis
         return None, [_wrong_kind(config, key, "a list of whole numbers", items) for key, items in wrong.items()]
     if not lists:
         return None, []
+    for key in (key for key in _listed(said.outputs) if key in lists):
+        if lists[key][:1] == [0]:  # a list of what enters layers that begins with 1 means outputs (`Runner.hidden_layer_ids`)
+            return None, [Fault("the list names no layers of the target", config.raw.file, key, "1 or more", repr(lists[key]))]
+        lists[key] = [item + 1 for item in lists[key]]
     (first, items), *others = lists.items()
     where = config.raw.file
     for key, other in others:

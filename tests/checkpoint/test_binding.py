@@ -651,6 +651,70 @@ def test_an_eagle3_head_may_score_all_tokens_of_the_target(config: dict) -> None
     assert load_circuit("eagle3", config="m/config.json").facts == bound.circuit.facts  # what `show` makes of the config alone
 
 
+@pytest.mark.parametrize(
+    ("config", "want"),
+    [
+        ({"aux_hidden_states_layer_ids": [2, 5, 9]}, "3 6 10"),
+        ({"aux_hidden_states_layer_ids": [1, 5, 9]}, "2 6 10"),
+        ({"aux_hidden_states_layer_ids": [2, 5, 9], "eagle_aux_hidden_state_layer_ids": [3, 6, 10]}, "3 6 10"),
+        ({"aux_hidden_states_layer_ids": []}, ""),
+    ],
+)
+def test_layers_of_an_eagle3_head_that_are_counted_as_outputs(config: dict, want: str) -> None:
+    bound = bind("auto", model=edited("eagle3_llama", config=config))
+    assert dict(bound.circuit.facts)["hidden_layers"] == want
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"aux_hidden_states_layer_ids": [0, 5, 9]}, "aux_hidden_states_layer_ids: the list names no layers of the target"),
+        ({"aux_hidden_states_layer_ids": [2, 5]}, "aux_hidden_states_layer_ids: the list has another length"),
+        (
+            {"aux_hidden_states_layer_ids": [2, 5, 9], "eagle_aux_hidden_state_layer_ids": [2, 5, 9]},
+            "aux_hidden_states_layer_ids: the config gives two lists",
+        ),
+    ],
+)
+def test_layers_counted_as_outputs_that_are_none(config: dict, message: str) -> None:
+    assert message in refusal(lambda: bind("auto", model=edited("eagle3_llama", config=config)))
+
+
+UNREAD = {
+    "dflash_qwen3": [
+        {"is_causal": True},
+        {"rope_is_neox_style": False},
+        {"input_embedding_scale": 2.5},
+        {"output_multiplier": 0.5},
+        {"final_logit_softcapping": 30.0},
+        {"logit_scale": 0.5},
+        {"dflash_config": {"mask_token_id": 508, "target_layer_ids": [1, 2, 3], "input_embedding_scale": 2.5}},
+        {"dflash_config": {"mask_token_id": 508, "target_layer_ids": [1, 2, 3], "output_multiplier": 0.5}},
+        {"dflash_config": {"mask_token_id": 508, "target_layer_ids": [1, 2, 3], "final_logit_softcapping": 30.0}},
+    ],
+    "eagle3_llama": [{"logit_scale": 0.5}],
+    "eagle1_llama": [{"logit_scale": 0.5}],
+}
+
+
+@pytest.mark.parametrize(("name", "config"), [(name, config) for name, configs in UNREAD.items() for config in configs])
+def test_settings_that_reference_code_reads_are_not_ignored(name: str, config: dict) -> None:
+    assert "does not model this setting" in refusal(lambda: bind("auto", model=edited(name, config=config)))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"is_causal": False, "rope_is_neox_style": True, "input_embedding_scale": 1.0, "output_multiplier": 1},
+        {"logit_scale": 1.0},
+        {"final_logit_softcapping": None},
+        {"final_logit_softcapping": 0.0},
+    ],
+)
+def test_settings_that_say_what_is_done_anyhow(config: dict) -> None:
+    assert bind("auto", model=edited("dflash_qwen3", config=config)).family == "dflash_qwen3"
+
+
 @pytest.mark.parametrize("recycle", ["pre_norm", "post_norm"])
 def test_a_setting_of_two_meanings_is_taken_once_its_switch_is_given(recycle: str) -> None:
     model = edited("eagle3_llama", config={"norm_output": True})
