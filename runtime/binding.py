@@ -84,6 +84,8 @@ def bind_weights(
         if name not in given:
             either = spec.either if tied is not None else None
             wanted.setdefault(spec.source, {})[name] = replace(spec, tensor=either[bool(tied)]) if either else spec
+    if "host" in folders:
+        _check_lender(folders["host"], manifest.program, wanted.get("host", {}))
     for source, folder in folders.items():
         given.update(_from_folder(folder, wanted.get(source, {}), device))
     given.update(_made_up(manifest.circuit, wanted.get("random", {}), seed, device))
@@ -195,6 +197,33 @@ def _ties(target: Path | None) -> bool | None:
     from circuitgraph.checkpoint.config import read_raw, ties
 
     return ties(read_raw(folder))
+
+
+def _check_lender(target: Path, program: str, specs: Mapping[str, WeightSpec]) -> None:
+    """A target that compiling has not seen lends weights that mean what its model makes of them.
+
+    Raises:
+        CheckpointError: something else lies in their modules (a bias of lm_head, a scale of its input), or its activations
+            are transformed.
+    """
+    if not specs:
+        return
+    from circuitgraph.checkpoint.config import check_quantisation, read_raw
+    from circuitgraph.checkpoint.files import TensorFiles
+    from circuitgraph.checkpoint.stored import read_stored, strays
+
+    folder = target if target.is_dir() else target.parent
+    if (folder / "config.json").is_file():
+        check_quantisation(read_raw(folder))
+    files, faults = TensorFiles.open(target), []
+    hint = f"The target computes something else than program '{program}' would."
+    for name, spec in specs.items():
+        if spec.tensor in files:
+            read_stored(files, spec.tensor)
+        for other in strays(files, [spec.tensor, *(spec.either or ())]):
+            faults.append(Fault(f"belongs to '{name}', and no program uses it", str(target), other, hint=hint))
+    if faults:
+        raise CheckpointError(faults)
 
 
 def _from_folder(folder: Path, specs: Mapping[str, WeightSpec], device: torch.device) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ from .stored import (
     owners,
     read_stored,
     read_table,
-    spellings,
+    strays,
 )
 
 
@@ -196,10 +196,8 @@ class Account:
         Of the drafter's own modules every tensor is accounted for anyhow; of the target's these are all that is looked at.
         """
         assert model.tensors is not None
-        known = {tensor for name in names for tensor in (*spellings(name), *companions(name))}
-        modules = tuple(f"{name.removesuffix('.weight')}." for name in names if name.endswith(".weight"))
         hint = f"The target computes something else than program '{self.circuit.name}' would."
-        for other in sorted(other for other in model.tensors if other.startswith(modules) and other not in known):
+        for other in strays(model.tensors, names):
             self.faults.append(Fault(f"belongs to '{weight.name}', and no program uses it", str(model.path), other, hint=hint))
 
     def _target_ties(self) -> bool:

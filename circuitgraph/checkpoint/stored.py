@@ -6,7 +6,7 @@ lists forget, and the other way round. The config only says how large a block of
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..circuit.types import FLOAT_DTYPES
@@ -180,6 +180,13 @@ def _four_bit(info: TensorInfo, scale: TensorInfo, wholes: list[str], roles: dic
             raise _refused(info, "NVFP4 needs one scale over its scales", expected, ", ".join(wholes) or "none", hint)
         return Stored(info, shape, Packed("nvfp4", scale.name, (1, 16), wholes[0], roles[wholes[0]] == "divisor"))
     return Stored(info, shape, Packed("mxfp4", scale.name, (1, 32)))
+
+
+def strays(files: Iterable[str], names: Sequence[str]) -> list[str]:
+    """What lies in the modules of these weights and is none of their tensors: a bias of lm_head, say."""
+    known = {tensor for name in names for tensor in (*spellings(name), *companions(name))}
+    modules = tuple(f"{name.removesuffix('.weight')}." for name in names if name.endswith(".weight"))
+    return sorted(other for other in files if other.startswith(modules) and other not in known)
 
 
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_output_scale")

@@ -603,6 +603,29 @@ def test_a_target_of_another_type_at_load_is_refused_with_a_remedy() -> None:
     assert "expected bf16[512, 64] ('lm_head'); got f16[512, 64]. Compile with this folder as target_model=" in message
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_a_target_lends_at_load_is_looked_at_as_when_compiling(tied: bool) -> None:
+    model = edited("qwen3_dense_mtp")
+    target = Path("m/target").rename("target")
+    whole, config = load_file(target / "model.safetensors"), json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))
+    artifact = write_artifact("artifact", make_manifest(bind("auto", model=model), BUILDS, {}), {"lib/kernels.so": b""})
+    for name, message in {
+        "lm_head.bias": "target: lm_head.bias: belongs to 'lm_head', and no program uses it",
+        "model.embed_tokens.extra": "target: model.embed_tokens.extra: belongs to 'embed_tokens', and no program uses it",
+        "model.embed_tokens.pre_quant_scale": "model.embed_tokens.pre_quant_scale: changes what the weight means",
+    }.items():
+        save_file({**whole, name: torch.ones(8)}, target / "model.safetensors")
+        assert message in refusal(lambda: bind_weights(artifact, model=model, target_model=target))
+        assert message in refusal(lambda: bind("auto", model=model, target_model=target))
+    save_file(whole, target / "model.safetensors")
+    bind_weights(artifact, model=model, target_model=target)
+    quantisation = {"quantization_config": {"transform_config": {"config_groups": {"R1": {}}}}}
+    (target / "config.json").write_text(json.dumps({**config, **quantisation}))
+    message = refusal(lambda: bind_weights(artifact, model=model, target_model=target))
+    assert "quantization_config.transform_config: activations are transformed" in message
+
+
 def test_speculators_own_config_of_an_eagle3_head() -> None:
     plain = bind("auto", model=FIXTURES / "eagle3_llama")
     model = edited("eagle3_llama")
