@@ -175,6 +175,8 @@ class Account:
         for source, model in (("target", self.model.target), ("drafter", self.model)):
             if model is None or model.tensors is None:
                 continue
+            if source == "drafter" and self.model.target is not None and self.family.file.stored == "alone":
+                continue  # a copy stands in where no target is given; what a given one lacks is missed
             name = next((name for name in names if held_name(model.tensors, name)), None)
             if name is not None:
                 self._refuse_strays(weight, [name, *self._names(weight.name)], model)

@@ -167,6 +167,20 @@ def test_a_copy_in_the_drafters_file_stands_in_where_no_target_is_given() -> Non
     assert torch.equal(bound.load_weights(positions=4)["lm_head"], copies["lm_head.weight"])
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_copy_in_the_drafters_file_stands_in_for_nothing_that_a_given_target_lacks(tied: bool) -> None:
+    model = edited("eagle1_llama")
+    target = Path("m/target").rename("target")
+    tensors, config = load_file(target / "model.safetensors"), json.loads((target / "config.json").read_text())
+    renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(renamed, target / "model.safetensors")
+    (target / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))
+    message = refusal(lambda: bind("auto", model=model, target_model=target))
+    assert "target: no tensor for weight 'embed_tokens'" in message
+    assert "target: no tensor for weight 'lm_head'" in message
+    assert "Did you mean 'language_model.model.embed_tokens.weight'?" in message
+
+
 @pytest.mark.parametrize("family", shipped_families())
 def test_a_bare_config_gets_random_weights(family: str) -> None:
     config = default_config(family)
