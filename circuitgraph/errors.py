@@ -6,6 +6,7 @@ Stages collect `Fault`s and raise them together, so one run shows every fault of
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -86,7 +87,29 @@ class RuntimeUseError(CircuitgraphError, ValueError):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """'Did you mean x?' for a near miss, else the list of what there is."""
     options: Sequence[str] = sorted(set(known))
-    close = difflib.get_close_matches(name, options, n=1)
+    many = len(options) > _MANY
+    close = _close_by_kind(name, options) if many else difflib.get_close_matches(name, options, n=1)
     if close:
         return f"Did you mean '{close[0]}'?"
-    return f"Known: {', '.join(options)}." if options else ""
+    return f"Known: {', '.join(options)}." if options and not many else ""
+
+
+_MANY = 1000
+"""More names than somebody reads; to compare each of a large checkpoint's with another takes seconds."""
+
+
+def _close_by_kind(name: str, options: Sequence[str]) -> list[str]:
+    """Of names that differ in their numbers alone one is compared; the one with the most numbers in common is then named."""
+    kinds: dict[str, list[str]] = {}
+    for option in options:
+        kinds.setdefault(_NUMBER.sub("0", option), []).append(option)
+    close = difflib.get_close_matches(_NUMBER.sub("0", name), kinds, n=1)
+    wanted = _NUMBER.findall(name)
+
+    def common(option: str) -> int:
+        return sum(one == other for one, other in zip(wanted, _NUMBER.findall(option), strict=False))
+
+    return [max(kinds[kind], key=common) for kind in close]
+
+
+_NUMBER = re.compile(r"\d+")

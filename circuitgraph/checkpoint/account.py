@@ -6,6 +6,7 @@ prefixes is used, or waived by the family file with a reason. All faults of a ch
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from ..circuit.types import FLOAT_DTYPES
 from ..errors import CheckpointError, Fault, did_you_mean
 from .config import ModelConfig, scale_block, ties
 from .family import Family, filled, layers_found
-from .files import TensorFiles
+from .files import STACKED, TensorFiles
 from .model import Model
 from .packed import Packed
 from .stored import (
@@ -291,22 +292,19 @@ class Account:
         used = {*self.claimed, *(part for ref in mine for part in self.model.tensors.parts(ref.name))}
         prefixes = tuple(filled(prefix, {"layer": self.layer}) for prefix in self.family.file.prefixes)
         refused = {fault.subject for fault in self.faults}
-        rows = []
+        rows, unused = [], {}
         for name in self.model.tensors:
             if name in used or name in refused or not name.startswith(prefixes):
                 continue
             reason = self._waiver(name)
             if reason is None:
-                self.faults.append(
-                    Fault(
-                        "no weight of the program uses this tensor",
-                        where=str(self.model.path),
-                        subject=name,
-                        hint=self._unused_hint(name),
-                    )
-                )
+                unused.setdefault(_EXPERT.sub(f".experts.{STACKED}.", name), []).append(name)
             else:
                 rows.append(ReportRow(name, "waived", "", "drafter", self._glance(name), reason))
+        for stack, (first, *others) in unused.items():  # what hundreds of experts have is told once
+            message = f"no weight of the program uses {'these tensors' if others else 'this tensor'}"
+            subject, got = (stack, f"{len(others) + 1} of them") if others else (first, None)
+            self.faults.append(Fault(message, str(self.model.path), subject, got=got, hint=self._unused_hint(first)))
         return rows
 
     def _waiver(self, tensor: str) -> str | None:
@@ -329,6 +327,9 @@ class Account:
                 facts = ", ".join(f"{name}={str(value).lower()}" for name, value in self.circuit.facts)
                 return f"It is '{weight}', which these switches leave out: {facts}."
         return f"Program '{self.circuit.name}' does not model it. If it does not matter, waive it in family '{self.family.name}'."
+
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def _shape(shape: Sequence[int | str]) -> str:

@@ -388,7 +388,7 @@ def recognise(config: RawConfig, program: str | None = None) -> Family:
     if len(found) == 1:
         return found[0]
     of_program = f" of program '{program}'" if program else ""
-    seen = ("model_type", "speculators_model_type", "architectures")
+    seen = ("model_type", "speculators_model_type", "transformer_layer_config.model_type", "architectures")
     got = ", ".join(f"{key} {config.get(key)!r}" for key in seen if config.get(key) is not None) or "a config without model_type"
     if found:
         message = f"several families{of_program} recognise this config: {', '.join(family.name for family in found)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -303,6 +304,20 @@ def test_extra() -> None:
     assert refusal(lambda: bind("auto", model=model)) == (
         "m: mtp_layers.0.router.weight: no weight of the program uses this tensor. "
         "Program 'mtp_dense' does not model it. If it does not matter, waive it in family 'qwen3_dense_mtp'."
+    )
+
+
+def test_extra_of_every_expert_is_told_once() -> None:
+    def gptq(tensors: Tensors) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            del tensors[name]
+            tensors[f"{name.removesuffix('weight')}qweight"] = torch.zeros(2, 2, dtype=torch.int32)
+
+    told = refusal(lambda: bind("auto", model=edited("deepseek_v3_mtp", gptq))).splitlines()
+    assert len(told) == 6
+    assert "experts.{expert}.down_proj.qweight' holds integers" in told[2]
+    assert re.search(
+        r"experts\.\{expert\}\.down_proj\.qweight: no weight of the program uses these tensors; got \d+ of them", told[3]
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from random import Random
 
@@ -126,6 +127,19 @@ def test_tensor_missing_in_its_shard(folder: Path) -> None:
 def test_unknown_tensor(folder: Path) -> None:
     sharded(folder)
     assert refusal(lambda: TensorFiles.open(folder).info("aa")) == "m: no tensor 'aa'. Did you mean 'a'?"
+
+
+def test_a_near_name_among_very_many_is_found_at_once(folder: Path) -> None:
+    names = [f"l.{layer}.e.{e}.{z}_proj.weight" for layer in range(61) for e in range(256) for z in ("gate", "up", "down")]
+    sharded(folder, dict.fromkeys([*names, "l.7.kv_b_proj.weight"], "model-00001-of-00002.safetensors"))
+    files, start = TensorFiles.open(folder), time.perf_counter()
+    for wanted, near in {
+        "l.9.e.7.gat_proj.weight": "l.9.e.7.gate_proj.weight",
+        "l.7.kvb_proj.weight": "l.7.kv_b_proj.weight",
+    }.items():
+        assert f"Did you mean '{near}'?" in refusal(lambda wanted=wanted: files.info(wanted))
+    assert len(refusal(lambda: files.info("zzzzzzzzzzzz"))) < 200  # no list of all that there is
+    assert time.perf_counter() - start < 5
 
 
 @pytest.mark.parametrize(
