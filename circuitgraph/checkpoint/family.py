@@ -123,6 +123,7 @@ class FamilyFile(_Strict):
     borrowed: dict[str, BorrowedDecl] = Field(default_factory=dict)
     waived: list[WaivedDecl] = Field(default_factory=list)
     marks: dict[str, str] = Field(default_factory=dict)
+    beside: dict[str, str] = Field(default_factory=dict)
     example: dict[str, Any]
 
 
@@ -311,6 +312,16 @@ class Family:
         if reader.faults:
             raise CheckpointError(reader.faults)
         return RawConfig({**own.data, **sizes}, own.file)
+
+    def check_beside(self, model: Model) -> None:
+        """Raises CheckpointError for files beside the weights that change what they mean, and that nothing here reads."""
+        found = {
+            name: why for name, why in self.file.beside.items() if model.tensors is not None and (model.path / name).is_file()
+        }
+        if found:
+            hint = f"Program '{self.file.program}' would compute something else."
+            message = f"family '{self.name}' does not model this file"
+            raise CheckpointError([Fault(f"{message}: {why}", str(model.path), name, hint=hint) for name, why in found.items()])
 
     def counted(self, config: ModelConfig, tensors: TensorFiles | None) -> ModelConfig:
         """The config with those values that the file itself tells, whatever the config says."""

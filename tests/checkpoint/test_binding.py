@@ -740,6 +740,7 @@ UNREAD = {
         {"output_multiplier": 0.5},
         {"final_logit_softcapping": 30.0},
         {"logit_scale": 0.5},
+        {"attention_value_scale": 0.612},
         {"dflash_config": {"mask_token_id": 508, "target_layer_ids": [1, 2, 3], "input_embedding_scale": 2.5}},
         {"dflash_config": {"mask_token_id": 508, "target_layer_ids": [1, 2, 3], "output_multiplier": 0.5}},
         {"dflash_config": {"mask_token_id": 508, "target_layer_ids": [1, 2, 3], "final_logit_softcapping": 30.0}},
@@ -752,6 +753,16 @@ UNREAD = {
 @pytest.mark.parametrize(("name", "config"), [(name, config) for name, configs in UNREAD.items() for config in configs])
 def test_settings_that_reference_code_reads_are_not_ignored(name: str, config: dict) -> None:
     assert "does not model this setting" in refusal(lambda: bind("auto", model=edited(name, config=config)))
+
+
+def test_a_file_beside_the_weights_that_changes_what_they_mean() -> None:
+    model = edited("dflash_qwen3")
+    torch.save({"embedding": torch.zeros(64)}, "m/mask_embedding.pt")
+    assert refusal(lambda: bind("auto", model=model)) == (
+        "m: mask_embedding.pt: family 'dflash_qwen3' does not model this file: the mask's own embedding, in place of the "
+        "target's row of mask_token_id. Program 'dflash' would compute something else."
+    )
+    assert bind("auto", model="m/config.json").family == "dflash_qwen3"
 
 
 @pytest.mark.parametrize(
