@@ -32,6 +32,8 @@ from .stored import (
     strays,
 )
 
+NARROW = "It is made for a target of another size than its own (target_hidden_size), which no program models."
+
 
 @dataclass(frozen=True)
 class TensorRef:
@@ -265,6 +267,8 @@ class Account:
     def _shape_hint(self, weight: Weight, got: tuple[int, ...]) -> str:
         if got == tuple(reversed(weight.type.shape)):
             return "Is it transposed? Weights are stored [out, in]."
+        if self.config.find("target_hidden_size") not in (None, self.config.values["hidden_size"]):
+            return NARROW
         return f"The shape follows from {self.config.raw.file} and the switches: is it the config of these tensors?"
 
     def _missing(self, weight: Weight, names: list[str], tensors: TensorFiles) -> None:

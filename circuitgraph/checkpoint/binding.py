@@ -24,7 +24,7 @@ from ..ops.base import TORCH_DTYPES
 from ..places import shipped_programs
 from ..runtime import own_ids
 from ..runtime.rope import RopeSpec, rope_tables
-from .account import Account, ReportRow, TensorRef
+from .account import NARROW, Account, ReportRow, TensorRef
 from .config import TEXT, ModelConfig, RawConfig, check_quantisation, find_value, read_raw
 from .family import Family, default_family, load_family, recognise
 from .files import TensorFiles
@@ -480,7 +480,8 @@ def _check_target(model: Model, family: Family, config: ModelConfig) -> None:
         value = find_value(model.target.config, TEXT, key)
         if value != config.values[key]:
             expected = f"{config.values[key]} as in {config.raw.file}"
-            hint = "This drafter belongs to another target."
+            narrow = key == "hidden_size" and value is not None and value == config.find("target_hidden_size")
+            hint = NARROW if narrow else "This drafter belongs to another target."
             where = model.target.config.file
             faults.append(
                 Fault("target and drafter differ", where=where, subject=key, expected=expected, got=repr(value), hint=hint)

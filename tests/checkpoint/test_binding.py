@@ -394,6 +394,19 @@ def test_another_target() -> None:
     )
 
 
+def test_a_head_that_is_narrower_than_its_target() -> None:
+    def wide(tensors: Tensors) -> None:
+        tensors["fc.weight"] = torch.zeros(64, 3 * 128, dtype=tensors["fc.weight"].dtype)
+
+    model = edited("eagle3_llama", wide, {"target_hidden_size": 128})
+    target = Path("m/target").rename("target")
+    why = "It is made for a target of another size than its own (target_hidden_size), which no program models."
+    assert why in refusal(lambda: bind("auto", model=model))
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "hidden_size": 128}))
+    assert why in refusal(lambda: bind("auto", model=model, target_model=target))
+
+
 def test_a_target_without_the_tensors() -> None:
     model = edited("qwen3_dense_mtp")
     tensors = load_file("m/target/model.safetensors")
