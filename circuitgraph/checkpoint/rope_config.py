@@ -72,6 +72,12 @@ def _parameters(reader: ConfigReader) -> tuple[Mapping[str, Any], str]:
         if one and other and first_kind != second_kind:
             expected, hint = f"{first_kind} as in {found[0][1]}", "Remove the one that is out of date."
             reader.refuse(f"{second}.rope_type", "the config gives two RoPE kinds", expected, second_kind, hint)
+        for name in sorted({*one} & {*other} - {"rope_type", "type"}):
+            if None not in (one[name], other[name]) and one[name] != other[name]:
+                expected, hint = f"{one[name]!r} as in {found[0][1]}", "Remove the one that is out of date."
+                reader.refuse(f"{second}.{name}", "the config gives two values", expected, other[name], hint)
+        added = {name: value for name, value in other.items() if one.get(name) is None and name not in ("rope_type", "type")}
+        found[0] = {**one, **added} if one else one, found[0][1]
     return next((item for item in found if item[0]), ({}, "rope_parameters"))
 
 

@@ -51,6 +51,7 @@ def test_a_section_wins_and_the_top_level_helps_out() -> None:
         {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "rope_theta": 5e5},
         {"rope_parameters": {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}},
         {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "rope_theta": 5e5},
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "default", "rope_theta": 5e5}},
     ],
 )
 def test_theta_wherever_it_stands(rope: dict) -> None:
@@ -124,6 +125,11 @@ REFUSALS = {
     "two kinds in two": (
         {**PLAIN, "rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_type": "default"}},
         "config: rope_scaling.rope_type: the config gives two RoPE kinds; expected default as in rope_parameters; got 'linear'. "
+        "Remove the one that is out of date.",
+    ),
+    "two factors in two": (
+        {**PLAIN, "rope_scaling": {"type": "linear", "factor": 8.0}, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+        "config: rope_scaling.factor: the config gives two values; expected 4.0 as in rope_parameters; got 8.0. "
         "Remove the one that is out of date.",
     ),
     "a factor of nothing": (
