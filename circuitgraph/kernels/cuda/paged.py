@@ -105,15 +105,18 @@ class PagedAttention:
 
     def _fill(self, tile: Any, ahead: Any, found: Any) -> None:
         """Start the first tiles; their addresses are looked up together. Rows that the kernel before may be writing come last,
-        all others before the wait."""
+        all others before the wait, half a tile after the other: what that kernel still loads shall not queue behind them."""
         lines = [register("int32") for _ in range(self.stages)]
         for stage, line in enumerate(lines):
             self._find(tile[0] + stage * self.warps, line)
         numbers = [hold(tile[0] + stage * self.warps, "int32") for stage in range(self.stages)]
         settled = [self._settled(number) for number in numbers] if self.query.fresh is not None else []
-        for stage, early in enumerate(settled):
+        for half, (stage, early) in ((half, item) for item in enumerate(settled) for half in range(2)):
+            if stage or half:
+                do(T.ptx.cp.async_.wait_group(1))
             with T.If(early), T.Then():
-                self._copy(stage, numbers[stage], lines[stage][0])
+                self._copy(stage, numbers[stage], lines[stage][0], half)
+            do(T.ptx.cp.async_.commit_group())
         self.env.wait()
         for stage, line in enumerate(lines):
             if not settled:
@@ -138,10 +141,12 @@ class PagedAttention:
             kv_head = self.kv_head if self.groups == 1 else T.floordiv(self.kv_head, self.groups)
             put(target, T.Cast("int32", self.query.line(self.sequence, hold(token, "int32"), kv_head)))
 
-    def _copy(self, slot: Any, tile: Any, found: Any) -> None:
-        """Start the copies of a tile's keys and values: 16 bytes a lane, chunks swizzled by row against bank conflicts."""
+    def _copy(self, slot: Any, tile: Any, found: Any, part: int | None = None) -> None:
+        """Start the copies of a tile's keys and values: 16 bytes a lane, chunks swizzled by row against bank conflicts. part: only
+        the first or the second half of its rows."""
+        turns = self.chunks // 2
         with T.If(tile < self.stop), T.Then():
-            for index in range(self.chunks // 2):
+            for index in range(turns) if part is None else range(part * turns // 2, (part + 1) * turns // 2):
                 piece = index * 32 + self.at.lane
                 row, chunk = T.floordiv(piece, self.chunks), T.floormod(piece, self.chunks)
                 line = from_lane(found, row, "int32")

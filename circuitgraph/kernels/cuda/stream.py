@@ -260,9 +260,10 @@ class Stream:
                 self._find(tile[0] + stride, ahead)
             if self.scales:
                 self.scales.begin(tile[0])
+            paced = cut.tiles_ahead == 1 and self.tiles > stride  # rings that hold all are late enough
             for step in range(cut.stages):
                 number, rest = divmod(step, cut.steps * cut.groups)
-                if step > self.pace:
+                if paced and step > self.pace:
                     do(T.ptx.cp.async_.wait_group(self.pace))
                 with T.If(tile[0] + number * stride < self.tiles), T.Then():
                     self._copy(step, ahead if number else here, rest)
