@@ -4,8 +4,8 @@ One block a multiprocessor stays and takes tile after tile of 16 weight rows. A 
 warps in steps of 64 bytes. Each lane copies exactly the two 16-byte pieces that it will use itself into its own slots of a
 ring in shared memory, so the stream needs no barrier; in bf16, 16 weights x 32 columns and 8 rows of x are one step of two
 `mma`. The columns are permuted the same way in weights and x, which makes a lane's 16 bytes two fragments as they lie. The
-ring is filled before the kernel waits for its predecessor: weights do not depend on it. It is filled at a pace: a full ring of all
-blocks is a queue of 3.7 us on an H200, and the last stores of the kernel before, and then x, would have to wait behind it.
+ring is filled before the kernel waits for its predecessor: weights do not depend on it. It is filled at a pace: the full rings
+of all blocks are a queue of 3.7 us on an H200, behind which the last stores of the kernel before, and then x, would wait.
 
 Quantised weights (see `formats`) have 64 or 128 columns a step, which are decoded between ring and `mma`. Scales of blocks
 are fetched once a tile, for the next one: `stream_scales`. Those of four bits are multiplied with numbers, and with sums where
