@@ -142,8 +142,8 @@ class PagedAttention:
             put(target, T.Cast("int32", self.query.line(self.sequence, hold(token, "int32"), kv_head)))
 
     def _copy(self, slot: Any, tile: Any, found: Any, part: int | None = None) -> None:
-        """Start the copies of a tile's keys and values: 16 bytes a lane, chunks swizzled by row against bank conflicts. part: of its
-        rows only the first or the second half."""
+        """Start the copies of a tile's keys and values: 16 bytes a lane, chunks swizzled by row against bank conflicts. part:
+        of its rows the first or the second half alone."""
         turns = self.chunks // 2
         with T.If(tile < self.stop), T.Then():
             for index in range(turns) if part is None else range(part * turns // 2, (part + 1) * turns // 2):
