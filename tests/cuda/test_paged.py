@@ -16,9 +16,9 @@ from circuitgraph.language import Bindings, load_program, resolve
 from tests.cuda.test_emit import ALIGNED, kernels_of, plan_of, source_of
 
 
-def attending(heads: int, kv_heads: int, dim: int = 128, rows: int = 2, arch: str = "sm_90a", kind: str = "bf16"):
+def attending(heads: int, kv_heads: int, dim: int = 128, rows: int = 2, arch: str = "sm_90a", kind: str = "bf16", **switches):
     sizes = {**ALIGNED, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim, "rotary_dim": dim}
-    circuit = resolve(load_program("mtp_dense"), Bindings(sizes, {}, act=kind, wt=kind, kv=kind))
+    circuit = resolve(load_program("mtp_dense"), Bindings(sizes, switches, act=kind, wt=kind, kv=kind))
     return plan_of(circuit, rows, arch=arch)
 
 
@@ -72,6 +72,18 @@ def test_cache_rows_that_the_program_does_not_write_are_asked_for_before_the_wai
     (kernel,) = [text for text in kernels_of(source_of(attending(8, 2, arch=arch), arch)) if "largest" in text]
     before, *after = kernel.split("griddepcontrol_wait();")
     assert ("cp_async" in before and bool(after)) == early
+
+
+def test_a_cluster_waits_for_shared_memory_alone_and_then_for_all_gates_at_once():
+    """A release of all memory waits for what is on its way to L2; and no load passes a store."""
+    plan = attending(8, 2, attention_gate=True)
+    assert parts_of(plan) > 1
+    (kernel,) = [text for text in kernels_of(source_of(plan)) if "largest" in text]
+    assert "cluster_arrive_release" not in kernel
+    *_, end = kernel.split("barrier_cluster_wait")[:-1]
+    assert kernel.count("circuitgraph_release_shared();") == kernel.count("cluster_arrive_relaxed") == 2
+    first, *stores = end.split("st_vec_global_v2")
+    assert (first.count("gate_ptr["), len(stores), end.count("gate_ptr[")) == (4, 1, 4)
 
 
 def test_without_an_append_before_it_all_of_the_cache_waits():

@@ -36,19 +36,47 @@ entries:
 """
 
 
-def test_a_norm_over_the_row_sums_the_row_wherever_a_head_asks(tmp_path):
-    (tmp_path / "p.yaml").write_text(PROGRAM)
-    circuit = resolve(
-        load_program(tmp_path / "p.yaml"),
-        Bindings({"hidden_size": 512, "heads": 4, "head_dim": 128}, {}, act="bf16", wt="bf16", kv="bf16"),
-    )
+GATED = """\
+program: gated_heads
+doc: The sigmoid of each element of heads.
+dims:
+  H: hidden_size
+  A: heads
+inputs:
+  hidden: "act[n, H]"
+body:
+  - q = heads(hidden, count=A)
+  - gate = sigmoid(q)
+outputs:
+  gate: gate
+entries:
+  draft: {rows: sequences, outputs: [gate]}
+"""
+
+
+def body_of(program, folder):
+    """The text of the one kernel of two rows."""
+    (folder / "p.yaml").write_text(program)
+    bindings = Bindings({"hidden_size": 512, "heads": 4, "head_dim": 128}, {}, act="bf16", wt="bf16", kv="bf16")
+    circuit = resolve(load_program(folder / "p.yaml"), bindings)
     plan = plan_piece(Run(), circuit, "draft", 2, TARGET.of_plans, load_schedule("cuda"))
     backend = make_backend(TARGET)
     (source,) = backend.sources(backend.lower([plan]))
     kernel = re.search(r"__global__ [^;{]*draft_2_kernel[^;{]*\{(.*?)\n\}", source, flags=re.S)
     assert kernel is not None
+    return kernel[1]
+
+
+def test_all_loads_of_a_thread_come_before_its_first_store(tmp_path):
+    """None can pass a store: of a gate, an element after the other would wait for its load."""
+    loads, stores = (body_of(GATED, tmp_path).split(f"{name}_ptr[") for name in ("hidden", "gate"))
+    assert len(loads) == len(stores) == 512 // 4 // 32 + 1
+    assert "hidden_ptr[" not in "".join(stores[1:])
+
+
+def test_a_norm_over_the_row_sums_the_row_wherever_a_head_asks(tmp_path):
     # Before the root the sum of squares reads the row, column by column: no head in it.
-    squares = kernel[1].split("rsqrt")[0]
+    squares = body_of(PROGRAM, tmp_path).split("rsqrt")[0]
     reads = re.findall(r"hidden_ptr\[(.*)\]\)", squares)
     assert len(reads) >= 512 // 32
     assert all(re.fullmatch(r"\(\(\w+\[0\] \* 512\) \+ \w+\[0\]\)", read) for read in reads), reads

@@ -13,6 +13,12 @@ from .values import LOG2_E, LOWEST, do, hold, load, load_int, put, register, sto
 
 WARPS = 4
 
+RELEASE_SHARED = """
+__forceinline__ __device__ void circuitgraph_release_shared() {
+  asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
+}
+"""
+
 
 @dataclass(frozen=True)
 class Query:
@@ -125,8 +131,8 @@ def joined_columns(stats: Sequence[Sequence[Any]], sums: Sequence[Sequence[Any]]
         put(total, total[0] + share * weight)
         for index, partial in enumerate(columns):
             put(values, values[index] + share * partial, index)
-    empty = T.EQ(total[0], T.float32(0))
-    return [hold(T.Select(empty, T.float32(0), values[index] / total[0])) for index in range(len(sums[0]))]
+    inverse = hold(T.Select(T.EQ(total[0], T.float32(0)), T.float32(0), T.float32(1) / total[0]))
+    return [hold(values[index] * inverse) for index in range(len(sums[0]))]
 
 
 def emit_combine(env: Any, query: Query, finish: Callable[[Any, Any, Any, Any], None]) -> None:
@@ -152,7 +158,9 @@ def cluster_sync(parts: int) -> None:
     if parts == 1:
         do(T.cuda.cta_sync())
     else:
-        do(T.ptx.barrier.cluster.arrive.release.aligned())
+        # What others read is in shared memory: a release of all memory would wait for whatever is on its way to L2, 1 us.
+        do(T.cuda.func_call("circuitgraph_release_shared", source_code=RELEASE_SHARED))
+        do(T.ptx.barrier.cluster.arrive.relaxed.aligned())
         do(T.ptx.barrier.cluster.wait.acquire.aligned())
 
 

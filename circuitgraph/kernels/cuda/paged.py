@@ -54,8 +54,9 @@ class PagedAttention:
         self.chunks = self.dim // 8
         self.mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
 
-    def emit(self, finish: Callable[[Any, Any, Any, Any], None] | None = None) -> None:
-        """finish(row, head, column, value): what to do with the joined parts; without it they are left in the scratch."""
+    def emit(self, finish: Callable[[Any, Any, Any, list[Any]], None] | None = None) -> None:
+        """finish(row, head, column, values): what to do with the joined parts of four columns; without it they are left in the
+        scratch."""
         query, parts = self.query, self.query.parts
         cluster = parts if finish else 1
         joins, blocks = finish is not None, self.rows * self.kv_heads * parts
@@ -303,7 +304,7 @@ class PagedAttention:
                 else:
                     store(self.query.stats, [self.row, head, self.part, index], number[0])
 
-    def _join_parts(self, finish: Callable[[Any, Any, Any, Any], None]) -> None:
+    def _join_parts(self, finish: Callable[[Any, Any, Any, list[Any]], None]) -> None:
         """Every block of the cluster finishes some of the elements, with all blocks' sums; zero where a row sees nothing."""
         at, parts, count = self.at, self.query.parts, self.group * self.dim
         cluster_sync(self.query.parts)
@@ -314,8 +315,7 @@ class PagedAttention:
             stats = [[of_block(parts, part, self.part_stats.ptr_to([member, i])) for i in range(2)] for part in range(parts)]
             sums = [some_of_block(parts, part, self.shared_sums.ptr_to([0, member, d]), 4) for part in range(parts)]
             head = hold(self.kv_head * self.group + member, "int32")
-            for i, value in enumerate(joined_columns(stats, sums)):
-                finish(self.row, head, d + i, value)
+            finish(self.row, head, d, joined_columns(stats, sums))
 
         threads = self.warps * 32
         for_each(count // 4, hold(self.part * threads + at.warp * 32 + at.lane, "int32"), parts * threads, columns)

@@ -19,13 +19,13 @@ from ...circuit.types import StateType, TensorType
 from ...ops.linear import MASK_BITS
 from ...plan.fuse import APPENDS
 from ...plan.ir import VIEWS
-from .values import do, hold, load, load_int, put, register, sigmoid, silu, store, wide
+from .values import do, gate, hold, load, load_int, put, register, silu, store, wide
 
 ELEMENTWISE = {
     "add": lambda a, b: a + b,
     "mul": lambda a, b: a * b,
     "silu": silu,
-    "sigmoid": sigmoid,
+    "sigmoid": gate,
 }
 OPS = frozenset(
     {
@@ -140,9 +140,7 @@ class Evaluator:
                 self.prepared[node.name] = self.at(node.inputs[1], Place(row, 0, 0))
         self._fetch(nodes, row, head)
         for name in names:
-            if all(node.op in VIEWS for node in self.upstream([name])):  # a copy: its loads before the stores of any
-                for column in self._own_columns(self.shape(name)[1]):
-                    self.at(name, Place(row, head, column))
+            self._fetch_elements(name, row, head)
         for node in nodes:
             if node.op == "rms_norm":
                 columns, whose = self.shape(node.name)[1], self._head_of(node, head)
@@ -163,6 +161,18 @@ class Evaluator:
                     self.at(node.inputs[0], Place(row, self._head_of(node, head), column))
                 elif node.op == "rope" and self._turns_own(node):
                     self._angles(node, column)
+
+    def _fetch_elements(self, name: str, row: Any, head: Any) -> None:
+        """Start the loads of what is copied, or computed element by element, before the first store: none can pass one."""
+        nodes = self.upstream([name])
+        if any(node.op not in (*VIEWS, *ELEMENTWISE, "part") for node in nodes):
+            return
+        computed = {node.name for node in nodes if node.op in ELEMENTWISE}
+        read = {item for node in nodes if node.name in computed for item in node.inputs} - computed if computed else {name}
+        for item in sorted(read):
+            if self.shape(item) == self.shape(name):
+                for column in self._own_columns(self.shape(name)[1]):
+                    self.at(item, Place(row, head, column))
 
     def _head_of(self, node: Node, head: Any) -> Any:
         """A norm over whole rows may feed a value with heads: its own elements lie in no head."""

@@ -194,22 +194,28 @@ def attend_end(env, group: Group, query: Query) -> Callable[[Any, Any, Any, Any]
 
 
 def attend_end_of_some(env, group: Group, query: Query) -> Callable[[Any, Any, Any, list[Any]], None]:
-    """As `attend_end`, of some values side by side: one store, where nothing is computed from them."""
-    one, (sink, *others) = attend_end(env, group, query), sinks_of(env.plan, group, group.nodes)
-    dim, dtype = int(query.q.shape[2]), env.plan.circuit.types[sink].dtype
+    """As `attend_end`, of some values side by side: all that they meet is asked for before they are stored, at once."""
+    (node,), (sink, *others) = group.anchors, sinks_of(env.plan, group, group.nodes)
+    one, dim, dtype = attend_end(env, group, query), int(query.q.shape[2]), env.plan.circuit.types[sink].dtype
+    nodes = [item for item in group.nodes if item.op not in VIEWS]
 
     def finish(row, head, column, values):
         for index, value in enumerate(values):
             one(row, head, hold(column + index, "int32"), value)
 
+    def ended(row, head, column, value):
+        return hold(Evaluator(env, nodes, {node.name: lambda _: value}).at(sink, Place(row, head, column)))
+
     def finish_words(row, head, column, values):
+        if len(nodes) > 1:
+            values = [ended(row, head, hold(column + index, "int32"), value) for index, value in enumerate(values)]
         pairs = [register("uint32") for _ in values[::2]]
         for pair, low, high in zip(pairs, values[::2], values[1::2], strict=True):
             do(T.ptx[f"cvt.rn.{dtype}x2.f32"](pair[0], high, low))
         target = words.ptr_to([row, hold(T.floordiv(head * dim + column, 2), "int32")])
         do(T.ptx[f"st.global.v{len(pairs)}.b32"](target, *(pair[0] for pair in pairs)))
 
-    if others or dtype == "f32" or any(node.op not in VIEWS for node in group.epilogue):
+    if others or dtype == "f32":
         return finish
     words = env.words(sink)
     return finish_words

@@ -21,6 +21,7 @@ from .plain import WARPS, emit_plain, emit_plain_top1
 from .row_program import emit_rows, refuse_rows, sinks_of
 from .shared import (
     attend_end,
+    attend_end_of_some,
     attend_facts,
     attend_scratch,
     emit_chosen,
@@ -225,12 +226,11 @@ class AttendPaged(Kernel):
         warps, stages = AttendPaged.cut(env.plan, group, params)
         kind = env.plan.circuit.types[q].dtype
         attention = PagedAttention(env, query, env.words(q), kind, warps=warps, stages=stages)
-        finish = attend_end(env, group, query)
         if joins:
-            attention.emit(finish)
+            attention.emit(attend_end_of_some(env, group, query))
         else:
             attention.emit()
-            emit_combine(env, query, finish)
+            emit_combine(env, query, attend_end(env, group, query))
 
 
 @kernel
