@@ -167,8 +167,10 @@ def lets_start_late(body: str) -> bool:
 
 
 def complete_before(bodies: list[str]) -> set[str]:
-    """What is complete when the kernel after these of its program starts: a router's logits, if the last lets it start late."""
-    return {"logits"} if bodies and lets_start_late(bodies[-1]) else set()
+    """What is complete when the kernel after these of its program starts: the list of chosen experts, if the last lets it start
+    only when that is where all see it."""
+    listed = bodies and re.search(r"listed_ptr.*thread_fence\(\);.*cta_sync\(\);.*launch_dependents\(\);", bodies[-1], re.S)
+    return {"listed"} if listed and lets_start_late(bodies[-1]) else set()
 
 
 SETTLED = re.compile(r"^( *)if \(\(\(\w+\[0\] \* (\d+)\) \+ (\d+)\) <= \w+\[0\]\) \{\n.*?^\1\}$", re.S | re.M)

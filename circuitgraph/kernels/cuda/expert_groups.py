@@ -30,13 +30,17 @@ def rank_in(words: list[Any], row: Any) -> tuple[Any, Any]:
     return hold(count + T.Select(late, before, T.int32(0)), "int32"), bit
 
 
+def _sum(value: Any) -> Any:
+    """Of a warp's int32, none of them negative."""
+    return hold(T.Cast("int32", T.cuda.reduce_add_sync_u32(T.uint32(ALL), T.Cast("uint32", value))), "int32")
+
+
 class Groups:
     """The chosen experts and their rows, in shared memory of one block."""
 
     def __init__(self, sizes: Sizes, pool: SMEMPool, warps: int):
         self.sizes, self.warps, self.threads = sizes, warps, warps * 32
         make = lambda shape, dtype: pool.alloc(shape, dtype, align=16)  # noqa: E731
-        self.bits = make((sizes.rows * sizes.banks,), "uint32")
         self.pair_expert, self.pair_share = make((sizes.pairs,), "int32"), make((sizes.pairs,), "float32")
         self.rows_of, self.first_of = make((sizes.banks * 32, sizes.mask_words), "uint32"), make((sizes.banks * 32,), "int32")
         self.bank_experts, self.bank_pairs = make((sizes.banks,), "int32"), make((sizes.banks,), "int32")
@@ -44,9 +48,19 @@ class Groups:
         self.rows = make((sizes.most + 1, sizes.mask_words), "uint32")
         self.share, self.row = make((sizes.pairs,), "float32"), make((sizes.pairs + sizes.rows,), "int32")
 
+    def clear(self, thread: Any) -> None:
+        """Nobody has chosen: before `choose`."""
+        count = self.sizes.banks * 32
+        for turn in range(-(-count // self.threads)):
+            expert = hold(thread + turn * self.threads, "int32")
+            with T.If(expert < count), T.Then():
+                for index in range(self.sizes.mask_words):
+                    T.buffer_store(self.rows_of, T.uint32(0), [expert, index])
+        do(T.cuda.cta_sync())
+
     def choose(self, choosing: Choosing, logits: Any, keys: Any, scores: Any, at: Any) -> None:
         """A warp a row."""
-        sizes = self.sizes
+        sizes, old = self.sizes, register("uint32", name="old")
         turns = -(-sizes.rows // self.warps)
         with T.serial(0, turns) as turn:
             row = hold(turn * self.warps + at.warp, "int32", "row")
@@ -56,18 +70,8 @@ class Groups:
                 with T.If(at.lane < sizes.top), T.Then():
                     T.buffer_store(self.pair_expert, expert, [row * sizes.top + at.lane])
                     T.buffer_store(self.pair_share, share, [row * sizes.top + at.lane])
-                do(T.cuda.warp_sync())
-                # A bit for each expert: lane b collects those of bank b.
-                for first in range(0, sizes.banks, 32):
-                    word = register("uint32", name="chosen")
-                    put(word, T.uint32(0))
-                    with T.unroll(0, sizes.top) as place:
-                        other = hold(self.pair_expert[row * sizes.top + place], "int32")
-                        bit = T.shift_left(T.uint32(1), T.Cast("uint32", T.bitwise_and(other, T.int32(31))))
-                        mine = T.EQ(T.shift_right(other, T.int32(5)), at.lane + first)
-                        put(word, T.bitwise_or(word[0], T.Select(mine, bit, T.uint32(0))))
-                    with T.If(at.lane + first < sizes.banks), T.Then():
-                        T.buffer_store(self.bits, word[0], [row * sizes.banks + at.lane + first])
+                    bit = T.shift_left(T.uint32(1), T.Cast("uint32", T.floormod(row, 32)))
+                    do(T.ptx["atom.shared.or.b32"](old[0], self.rows_of.ptr_to([expert, T.floordiv(row, 32)]), bit))
                 do(T.cuda.warp_sync())
         do(T.cuda.cta_sync())
 
@@ -80,54 +84,40 @@ class Groups:
         pairs_before = [register("int32", name="pairs_before") for _ in range(chunks)]
         for chunk in range(chunks):
             bank = hold(chunk * self.warps + at.warp, "int32", "bank")
-            for word in masks[chunk]:
-                put(word, T.uint32(0))
             with T.If(bank < sizes.banks), T.Then():
                 for index, word in enumerate(masks[chunk]):
-                    with T.unroll(0, min(32, sizes.rows - index * 32)) as row:
-                        bits = hold(self.bits[(row + index * 32) * sizes.banks + bank], "uint32")
-                        bit = T.bitwise_and(T.shift_right(bits, T.Cast("uint32", at.lane)), T.uint32(1))
-                        put(word, T.bitwise_or(word[0], T.shift_left(bit, T.Cast("uint32", row))))
-                pairs = register("int32", name="pairs")
-                put(pairs, T.int32(0))
-                for word in masks[chunk]:
-                    put(pairs, pairs[0] + popc(word[0]))
-                active = hold(T.cuda.ballot_sync(T.uint32(ALL), T.Cast("int32", pairs[0] > 0)), "uint32")
+                    put(word, self.rows_of[bank * 32 + at.lane, index])
+                pairs = self._pairs(masks[chunk])
+                active = hold(T.cuda.ballot_sync(T.uint32(ALL), T.Cast("int32", pairs > 0)), "uint32")
                 put(experts_before[chunk], popc(hold(T.bitwise_and(active, below(at.lane)), "uint32")))
                 through = register("int32", name="through")
-                put(through, pairs[0])
+                put(through, pairs)
                 for step in (1, 2, 4, 8, 16):
                     other = from_lane_before(through[0], step, "int32")
                     put(through, through[0] + T.Select(at.lane >= step, other, T.int32(0)))
-                put(pairs_before[chunk], through[0] - pairs[0])
+                put(pairs_before[chunk], through[0] - pairs)
                 with T.If(T.EQ(at.lane, 31)), T.Then():
                     T.buffer_store(self.bank_experts, popc(active), [bank])
                     T.buffer_store(self.bank_pairs, through[0], [bank])
         do(T.cuda.cta_sync())
+        counts = [self.bank_experts, self.bank_pairs]
+        place, there = T.min(at.lane, sizes.banks - 1), at.lane < sizes.banks  # at most 32 banks, of 1024 experts
+        experts, pairs = (hold(T.Select(there, count[place], T.int32(0)), "int32") for count in counts)
         self.total = register("int32", name="chosen_experts")
-        put(self.total, T.int32(0))
-        for other in range(sizes.banks):
-            put(self.total, self.total[0] + self.bank_experts[other])
+        put(self.total, _sum(experts))
         for chunk in range(chunks):
             bank = hold(chunk * self.warps + at.warp, "int32", "bank")
             with T.If(bank < sizes.banks), T.Then():
-                place, first = register("int32", name="place"), register("int32", name="first")
-                put(place, experts_before[chunk][0])
-                put(first, pairs_before[chunk][0])
-                for other in range(sizes.banks - 1):
-                    put(place, place[0] + T.Select(bank > other, self.bank_experts[other], T.int32(0)))
-                    put(first, first[0] + T.Select(bank > other, self.bank_pairs[other], T.int32(0)))
-                expert, pairs = hold(bank * 32 + at.lane, "int32"), register("int32", name="pairs")
-                put(pairs, T.int32(0))
-                for index, word in enumerate(masks[chunk]):
-                    T.buffer_store(self.rows_of, word[0], [expert, index])
-                    put(pairs, pairs[0] + popc(word[0]))
-                T.buffer_store(self.first_of, first[0], [expert])
-                with T.If(pairs[0] > 0), T.Then():
-                    for target, value in ((self.expert, expert), (self.first, first[0]), (self.count, pairs[0])):
-                        T.buffer_store(target, value, [place[0]])
+                before = [_sum(hold(T.Select(at.lane < bank, count, T.int32(0)), "int32")) for count in (experts, pairs)]
+                inside = experts_before[chunk][0], pairs_before[chunk][0]
+                place, first = (hold(a + b, "int32") for a, b in zip(before, inside, strict=True))
+                expert, own = hold(bank * 32 + at.lane, "int32"), self._pairs(masks[chunk])
+                T.buffer_store(self.first_of, first, [expert])
+                with T.If(own > 0), T.Then():
+                    for target, value in ((self.expert, expert), (self.first, first), (self.count, own)):
+                        T.buffer_store(target, value, [place])
                     for index, word in enumerate(masks[chunk]):
-                        T.buffer_store(self.rows, word[0], [place[0], index])
+                        T.buffer_store(self.rows, word[0], [place, index])
         do(T.cuda.cta_sync())
         thread = at.warp * 32 + at.lane
         for turn in range(-(-sizes.pairs // self.threads)):
@@ -143,6 +133,13 @@ class Groups:
             with T.If(row < sizes.rows), T.Then():
                 T.buffer_store(self.row, row, [sizes.pairs + row])
         do(T.cuda.cta_sync())
+
+    def _pairs(self, words: list[Any]) -> Any:
+        """How many rows an expert has."""
+        count = popc(words[0][0])
+        for word in words[1:]:
+            count = hold(count + popc(word[0]), "int32")
+        return count
 
     def list_one(self, one: OneRow, logits: Any, at: Any) -> None:
         """`choose` and `gather` where there is one row, which is pair after pair's."""
@@ -161,7 +158,7 @@ class Groups:
         do(T.cuda.cta_sync())
 
     def publish(self, listed: Any, thread: Any) -> None:
-        """The list for the next launch, by one block."""
+        """The list for the next launch, by one block; it is where all see it when this returns."""
         sizes = self.sizes
         for turn in range(-(-(sizes.most + 1) // self.threads)):
             place = hold(thread + turn * self.threads, "int32")
@@ -171,3 +168,6 @@ class Groups:
                     store(listed, [place, index], hold(value, "int32"))
             with T.If(T.EQ(place, sizes.most)), T.Then():
                 store(listed, [place, 0], self.total[0])
+            with T.If(place <= sizes.most), T.Then():
+                do(T.cuda.thread_fence())
+        do(T.cuda.cta_sync())

@@ -154,8 +154,7 @@ class DownCut:
         ring = self.warps * self.stages * (1024 * self.together + 4 * lines * words + 512 * self.factors(sizes))
         wholes = 4 * (sizes.experts + 1) if sizes.storage and sizes.storage.whole else 0
         table = 36 * (sizes.most + 1) if sizes.early else 16 * sizes.most
-        one = 4 * shared_words(sizes.experts) if sizes.rows == 1 else 0
-        return ring + 4 * self.kept * self.warps * sizes.rows * 16 + table + wholes + one + 1024
+        return ring + 4 * self.kept * self.warps * sizes.rows * 16 + table + wholes + 1024
 
 
 def up_scales(format: Format) -> tuple[int, int]:
@@ -181,7 +180,7 @@ def _scale_words(format: Format) -> int:
 
 def groups_bytes(sizes: Sizes) -> int:
     """Shared memory of the lists of expert_groups.py."""
-    words = sizes.rows * sizes.banks + 4 * sizes.pairs + sizes.rows + (sizes.mask_words + 1) * sizes.banks * 32
+    words = 4 * sizes.pairs + sizes.rows + (sizes.mask_words + 1) * sizes.banks * 32
     if sizes.rows == 1:
         words += shared_words(sizes.experts)
     return 4 * (words + 2 * sizes.banks + (3 + sizes.mask_words) * (sizes.most + 1)) + 13 * 16

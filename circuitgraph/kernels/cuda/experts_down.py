@@ -9,12 +9,11 @@ from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
 from .expert_groups import rank_in
-from .expert_one import OneRow
 from .expert_steps import Product, Ring
 from .experts import STEP_WORDS, Between, DownCut, Sizes, Weights, down_scales
 from .formats import Format
-from .route import ALL, Choosing
-from .values import do, hold, load, load_int, put, register, zeros
+from .route import ALL
+from .values import do, hold, load, put, register, zeros
 
 
 class Cursor:
@@ -79,11 +78,8 @@ class Down:
         format: Format,
         weights: Weights,
         between: Between,
-        alone: tuple[Choosing, Any] | None,
     ):
-        """alone: what one row's experts are chosen by, with the logits: then the ring is filled while `Up` still runs."""
         self.env, self.sizes, self.cut, self.format, self.weights, self.between = env, sizes, cut, format, weights, between
-        self.alone = alone
         self.tiles = sizes.hidden // 16
         self.shared_units, self.expert_units = sizes.shared // sizes.step, sizes.inner // sizes.step
         self.factors = cut.factors(sizes)
@@ -122,7 +118,6 @@ class Down:
         self.shared = pool.alloc((cut.kept, cut.warps, sizes.rows * 16), "float32", align=16)
         self.listed = pool.alloc((sizes.most, 4), "int32", align=16)
         self.wholes = pool.alloc((sizes.experts + 1,), "float32", align=16) if self.has_wholes else None
-        self.one = OneRow(self.alone[0], pool, cut.warps) if self.alone else None
 
     def _cursors(self) -> tuple[Any, Any]:
         """Of what is multiplied, and of what is copied."""
@@ -131,20 +126,16 @@ class Down:
     def _begin(self, addresses: Any) -> None:
         """Fill the ring: the shared expert's weights before all that the kernel waits for."""
         cut, at = self.cut, self.at
+        self._ask_for_list()
         for stage in range(cut.stages if self.shared_units else 0):
             unit = hold(at.warp + stage * cut.warps, "int32")
             with T.If(unit < self.shared_units), T.Then():
                 self._start_weights(stage, None, self.tile[0], unit, addresses)
         self._fetch_wholes()
-        if self.one:
-            self._list_one(self.one)
-            self._each_stage(lambda stage: self._start(stage, addresses, T.EQ(self.ahead_tile[0], at.block), factors=False))
-            self.env.wait()
-            self._each_stage(lambda stage: self._start(stage, addresses, weights=False), commit=True)
-        else:
-            self.env.wait()
-            self._fetch_list()
-            self._each_stage(lambda stage: self._start(stage, addresses, T.EQ(self.ahead_tile[0], at.block)), commit=True)
+        self._enter_list()
+        self._each_stage(lambda stage: self._start(stage, addresses, T.EQ(self.ahead_tile[0], at.block), factors=False))
+        self.env.wait()
+        self._each_stage(lambda stage: self._start(stage, addresses, weights=False), commit=True)
 
     def _each_stage(self, body: Callable[[int], None], *, commit: bool = False) -> None:
         """body(stage) for the steps that the ring holds at first, the copying cursor at each."""
@@ -157,37 +148,32 @@ class Down:
                 do(T.ptx.cp.async_.commit_group())
             self._advance()
 
-    def _list_one(self, one: OneRow) -> None:
-        """The list where there is one row: an expert's place is its pair's."""
-        one.choose(self.alone[1], self.at)  # type: ignore[index]
-        with T.If(T.EQ(self.at.warp, 0)), T.Then():
-            expert, _, place = one.shares(self.at.lane)
-            with T.If(self.at.lane < self.sizes.top), T.Then():
-                self._enter_one(expert, place)
-        do(T.cuda.cta_sync())
-        self.total = register("int32", name="chosen_experts")
-        put(self.total, T.int32(self.sizes.top + self.listed_before))
+    def _enter_list(self) -> None:
+        def enter(place: Any, words: Any) -> None:
+            for index in range(4):
+                T.buffer_store(self.listed, words[index], [place, index])
+
+        self._each_listed(enter)
         self.total = self.total[0]
 
-    listed_before = 0
-    """Entries of a list that are not chosen experts'."""
-
-    def _enter_one(self, expert: Any, place: Any) -> None:
-        for index, value in enumerate((expert, place, T.int32(1), T.int32(0))):
-            T.buffer_store(self.listed, value, [place, index])
-
-    def _fetch_list(self) -> None:
+    def _ask_for_list(self) -> None:
+        """The list is there before this kernel starts, though not all that `Up` makes: so it comes from L2."""
         sizes, threads = self.sizes, self.cut.warps * 32
-        total = load_int(self.between.listed, [sizes.most, 0])
+        self.total = register("int32", name="chosen_experts")
+        do(T.ptx["ld.relaxed.gpu.global.b32"](self.total[0], self.between.listed.ptr_to([sizes.most, 0])))
+        self.lines = []
         for turn in range(-(-sizes.most // threads)):
-            place = hold(self.thread + turn * threads, "int32")
+            place, words = hold(self.thread + turn * threads, "int32"), register("int32", 4, "line")
+            self.lines.append((place, words))
             with T.If(place < sizes.most), T.Then():
-                words = register("int32", 4, "line")
-                do(T.ptx["ld.global.v4.b32"](*(words[i] for i in range(4)), self.between.listed.ptr_to([place, 0])))
-                for index in range(4):
-                    T.buffer_store(self.listed, words[index], [place, index])
+                do(T.ptx["ld.relaxed.gpu.global.v4.b32"](*(words[i] for i in range(4)), self.between.listed.ptr_to([place, 0])))
+
+    def _each_listed(self, enter: Callable[[Any, Any], None]) -> None:
+        """enter(place, the line's words) for every place of the list that was asked for."""
+        for place, words in self.lines:
+            with T.If(place < T.min(self.total[0], T.int32(self.sizes.most))), T.Then():
+                enter(place, words)
         do(T.cuda.cta_sync())
-        self.total = hold(total, "int32", "chosen_experts")
 
     def _fetch_wholes(self) -> None:
         """The scales over each expert's whole matrix; that of the shared one is the last."""

@@ -12,11 +12,10 @@ from tvm.tirx.script import builder as T
 
 from . import one_row
 from .expert_groups import rank_in
-from .expert_one import OneRow
 from .expert_steps import Ring
 from .experts import STEP_WORDS, down_scales
 from .experts_down import Cursor, Down
-from .values import COPY_ONCE, COPY_WORD_ONCE, do, hold, load_int, put, register, zeros
+from .values import COPY_ONCE, COPY_WORD_ONCE, do, hold, put, register, zeros
 
 
 class _Walk(Cursor):
@@ -65,14 +64,13 @@ class EarlyDown(Down):
         self.even = not (self.shared_units % cut.warps or self.expert_units % cut.warps)
         # A step of every expert for each warp.
         self.once = {self.expert_units, self.shared_units or cut.warps} == {cut.warps}
-        self.first = self.listed_before = 1 if self.shared_units else 0
+        self.first = 1 if self.shared_units else 0
         self.places = sizes.most + self.first
         self.ring = Ring(pool, cut.warps, cut.stages, 2 * each - 2, self.at, down_scales(self.format))
         self.shared = pool.alloc((cut.kept, cut.warps, sizes.rows * 16), "float32", align=16)
         self.table = pool.alloc((self.places, 8), "uint32", align=16)
         self.numbers = pool.alloc((self.places,), "int32", align=16)
         self.wholes = pool.alloc((sizes.experts + 1,), "float32", align=16) if self.has_wholes else None
-        self.one = OneRow(self.alone[0], pool, cut.warps) if self.alone else None
 
     def of_place(self, place: Any, shared: int, routed: int) -> Any:
         """A number that is another for the shared expert."""
@@ -84,6 +82,7 @@ class EarlyDown(Down):
     def _begin(self, addresses: Any) -> None:
         """Fill the ring: the shared expert's weights before all that the kernel waits for."""
         sizes, cut, at = self.sizes, self.cut, self.at
+        self._ask_for_list()
         self.x = register("uint32", sizes.row_blocks * cut.together * sizes.step // 8, "x")
         if self.product.one_row:
             for index in range(sizes.step // 8):
@@ -105,18 +104,12 @@ class EarlyDown(Down):
                 unit = hold(at.warp + stage * cut.warps, "int32")
                 with T.If(unit < self.shared_units), T.Then():
                     self._copy(stage, T.int32(0), unit, self.tile[0])
-        if self.one:
-            self._list_one(self.one)
-            self._each_stage(self._fill)
-            self.env.wait()
-            self._begin_tile()
-            for _ in range(cut.stages):
-                do(T.ptx.cp.async_.commit_group())
-        else:
-            self.env.wait()
-            self._fetch_table()
-            self._begin_tile()
-            self._each_stage(self._fill, commit=True)
+        self._enter_list()
+        self._each_stage(self._fill)
+        self.env.wait()
+        self._begin_tile()
+        for _ in range(cut.stages):
+            do(T.ptx.cp.async_.commit_group())
 
     def _fill(self, stage: int) -> None:
         """Copies at the copying cursor, if they are none of those that were started first."""
@@ -124,24 +117,14 @@ class EarlyDown(Down):
         with T.If(T.Not(early)), T.Then():
             self._copy(stage, self.ahead.place[0], self.ahead.step[0], self.ahead_tile[0])
 
-    def _enter_one(self, expert: Any, place: Any) -> None:
-        whole = self.wholes[expert] if self.has_wholes else None  # type: ignore[index]
-        self._enter(place + self.first, self.weights.down, expert, place, T.uint32(1), whole, expert)
+    def _enter_list(self) -> None:
+        def enter(place: Any, words: Any) -> None:
+            whole = self.wholes[words[0]] if self.has_wholes else None  # type: ignore[index]
+            rows = T.reinterpret("uint32", words[2])
+            self._enter(place + self.first, self.weights.down, words[0], words[1], rows, whole, words[0])
 
-    def _fetch_table(self) -> None:
-        sizes, threads = self.sizes, self.cut.warps * 32
-        total = load_int(self.between.listed, [sizes.most, 0])
-        for turn in range(-(-sizes.most // threads)):
-            place = hold(self.thread + turn * threads, "int32")
-            words = register("int32", 4, "line")
-            with T.If(place < sizes.most), T.Then():
-                do(T.ptx["ld.global.v4.b32"](*(words[i] for i in range(4)), self.between.listed.ptr_to([place, 0])))
-                with T.If(place < total), T.Then():
-                    whole = self.wholes[words[0]] if self.has_wholes else None  # type: ignore[index]
-                    rows = T.reinterpret("uint32", words[2])
-                    self._enter(place + self.first, self.weights.down, words[0], words[1], rows, whole, words[0])
-        do(T.cuda.cta_sync())
-        self.total = hold(total + self.first, "int32", "chosen_experts")
+        self._each_listed(enter)
+        self.total = hold(self.total[0] + self.first, "int32", "chosen_experts")
 
     def _enter(self, place: Any, matrix: Any, expert: Any, first: Any, rows: Any, whole: Any, number: Any) -> None:
         """A line of the table. first: pair of the expert, among those that `Up` made."""

@@ -295,10 +295,10 @@ class MixtureStream(Kernel):
         assert isinstance(down_cut, DownCut)
         after = [node for node in group.epilogue if node is not mixture.joined]
         finish = Epilogue(env, group, [mixture.joined], after)
-        alone = fits(choosing, sizes.rows, min(up_cut.warps, down_cut.warps))
+        alone = fits(choosing, sizes.rows, up_cut.warps)
         Up(env, sizes, up_cut, format, choosing, weights, between, alone).emit(x, logits, gate)
         down = EarlyDown if sizes.early else Down
-        down(env, sizes, down_cut, format, weights, between, (choosing, logits) if alone else None).emit(finish)
+        down(env, sizes, down_cut, format, weights, between).emit(finish)
 
 
 def _matrix(env: Any, name: str, format: Format) -> Matrix:

@@ -49,7 +49,7 @@ class Up:
         between: Between,
         alone: bool,
     ):
-        """alone: one row, whose experts are chosen by whole blocks, of `Down` too."""
+        """alone: one row, whose experts are chosen by whole blocks."""
         self.env, self.sizes, self.cut, self.format = env, sizes, cut, format
         self.choosing, self.weights, self.between, self.alone = choosing, weights, between, alone
         self.high = cut.groups * 8  # rows of gate, and of up, in a tile
@@ -61,8 +61,8 @@ class Up:
     def emit(self, x: Any, logits: Any, gate: Any) -> None:
         sizes, cut = self.sizes, self.cut
         self.x, self.gate = x, gate
-        # Where `Down` chooses for itself it relies on the logits, so it starts when this kernel may, not before.
-        with self.env.kernel(self.blocks, cut.warps, early=True, fence=self.alone, once=True) as at:
+        # `Down` reads the list before it waits, so it starts only when that is there.
+        with self.env.kernel(self.blocks, cut.warps, early=True, fence=True, once=True) as at:
             self.at, self.thread = at, hold(at.warp * 32 + at.lane, "int32", "thread")
             pool = SMEMPool()
             self.ring, self.product = Ring(pool, cut.warps, cut.stages, 0, at), Product(self.format, at.lane, sizes.rows)
@@ -89,9 +89,9 @@ class Up:
                 with T.If(tile < self.shared_tiles), T.Then():
                     self._find_shared(tile, here)
                     self._fill(number, here)
+            if one is None:
+                self.groups.clear(self.thread)
             self.env.wait()
-            if self.alone:
-                self.env.release()
             if cut.resident:
                 self._load_x()
             if one:
@@ -99,6 +99,9 @@ class Up:
             else:
                 self.groups.choose(self.choosing, logits, keys, scores, at)
                 self.groups.gather(at)
+            with T.If(T.EQ(at.block, self.blocks - 1)), T.Then():  # which has the fewest tiles
+                self.groups.publish(self.between.listed, self.thread)
+            self.env.release()
             self.tiles = hold(self.groups.total[0] * self.expert_tiles + self.shared_tiles, "int32", "tiles")
             for number in range(self.tiles_ahead):
                 tile = hold(self.tile[0] + number * self.blocks, "int32")
@@ -106,9 +109,6 @@ class Up:
                 with T.If(listed), T.Then():
                     self._find_listed(tile, here)
                 self._fill(number, here, listed)
-            if not self.alone:
-                with T.If(T.EQ(at.block, self.blocks - 1)), T.Then():  # which has the fewest tiles
-                    self.groups.publish(self.between.listed, self.thread)
             if cut.all_steps > cut.stages:
                 self._find(self.tile[0], here)
             if self.later:

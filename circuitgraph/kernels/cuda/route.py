@@ -13,11 +13,13 @@ from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
 from ...ops.moe import SMALLEST_SUM
-from .values import do, hold, load, put, register, sigmoid, store
+from .values import do, from_lane, hold, load, put, register, sigmoid, store
 
 ALL = 0xFFFFFFFF
 """All lanes of a warp; and the key of an expert that is not to be chosen."""
 NOBODY = 0x7FFFFFFF
+CANDIDATES = 32
+"""A lane each: more are chosen from one after the other."""
 MOST = 1024
 """Experts: a lane keeps 32 in registers, and there are as many groups at most."""
 
@@ -36,9 +38,14 @@ class Choosing:
     correction: Any
 
     @property
+    def chosen_alone(self) -> bool:
+        """Do the chosen experts' logits alone make their shares, without a softmax over all?"""
+        return self.softmax and self.renormalise and self.correction is None and self.groups == 1
+
+    @property
     def words(self) -> int:
-        """Of a warp's memory while it chooses: scores, and keys where groups are added up."""
-        return self.experts * (2 if self.groups > 1 else 1)
+        """Of a warp's memory while it chooses: scores, keys where groups are added up, and candidates."""
+        return self.experts * (2 if self.groups > 1 else 1) + CANDIDATES * 2
 
 
 def refuse_route(node: Any, experts: int) -> str | None:
@@ -86,6 +93,7 @@ class Chooser:
     def __init__(self, choosing: Choosing, keys: Any, scores: Any, first: Any, lane: Any):
         self.choosing, self.lane, self.first = choosing, lane, first
         self.shared_keys, self.scores = keys, scores
+        self.lists = first + (choosing.words - 2 * CANDIDATES)
         self.count = -(-choosing.experts // 32)
         self.keys = register("uint32", self.count, "key")
 
@@ -96,19 +104,70 @@ class Chooser:
         if c.groups > 1:
             self._drop_groups()
         do(T.cuda.warp_sync())
-        mine, share, total = register("int32", name="mine"), register("float32", name="share"), register("float32", name="total")
-        for target, zero in ((mine, T.int32(0)), (share, T.float32(0)), (total, T.float32(0))):
-            put(target, zero)
-        with T.serial(0, c.top) as turn:
-            expert = self._best(self.keys, self.count, c.experts)
-            score = hold(self.scores[self.first + expert])
-            put(total, total[0] + score)
-            put(mine, T.Select(T.EQ(lane, turn), expert, mine[0]))
-            put(share, T.Select(T.EQ(lane, turn), score, share[0]))
-            self._drop(self.keys, self.count, expert)
+        mine, share = self._chosen(), register("float32", name="share")
+        put(share, T.float32(0))
+        with T.If(lane < c.top), T.Then():
+            put(share, self.scores[self.first + mine])
+        if c.chosen_alone:
+            best = from_lane(share[0], 0, "float32")
+            put(share, T.Select(lane < c.top, T.exp(share[0] - best), T.float32(0)))
         if c.renormalise:
-            put(share, share[0] / (total[0] + T.float32(SMALLEST_SUM)))
-        return mine[0], hold(share[0] * T.float32(c.factor))
+            put(share, share[0] / (hold(T.cuda.warp_sum(share[0])) + T.float32(SMALLEST_SUM)))
+        return mine, hold(share[0] * T.float32(c.factor))
+
+    def _chosen(self) -> Any:
+        """The expert of the choice that has this lane's number. Candidates are ranked side by side; if they are too many, or too
+        few, as where keys are alike, one is chosen after the other."""
+        top, lane, mine = self.choosing.top, self.lane, register("int32", name="mine")
+        put(mine, T.int32(0))
+        count, key, expert = self._candidates()
+        ranked = hold(T.Cast("int32", T.And(count >= top, count <= CANDIDATES)), "int32", "ranked")
+        with T.If(ranked > 0), T.Then():
+            rank = self._rank(key, expert)
+            with T.If(rank < top), T.Then():
+                T.buffer_store(self.shared_keys, T.Cast("uint32", expert), [self.lists + rank])
+            do(T.cuda.warp_sync())
+            with T.If(lane < top), T.Then():
+                put(mine, T.Cast("int32", self.shared_keys[self.lists + lane]))
+        with T.If(ranked < 1), T.Then(), T.serial(0, top) as turn:
+            best = self._best(self.keys, self.count, self.choosing.experts)
+            put(mine, T.Select(T.EQ(lane, turn), best, mine[0]))
+            self._drop(self.keys, self.count, best)
+        return mine[0]
+
+    def _candidates(self) -> tuple[Any, Any, Any]:
+        """How many experts are as good as the best of the lane that `top` - 1 lanes are before; and one of them for each lane, as
+        (key, expert), if they are no more than lanes."""
+        lane, count = self.lane, register("int32", name="candidates")
+        best = hold(_tree(T.min, [self.keys[index] for index in range(self.count)]), "uint32")
+        bound = least(hold(T.Select(T.EQ(self._rank(best), self.choosing.top - 1), best, T.uint32(ALL)), "uint32"))
+        put(count, T.int32(0))
+        for index in range(self.count):
+            is_one = hold(T.Cast("int32", T.And(self.keys[index] < T.uint32(ALL), self.keys[index] <= bound)), "int32")
+            those = hold(T.cuda.ballot_sync(T.uint32(ALL), is_one), "uint32")
+            before = T.bitwise_and(those, T.shift_left(T.uint32(1), T.Cast("uint32", lane)) - T.uint32(1))
+            place = hold(count[0] + popc(hold(before, "uint32")), "int32")
+            with T.If(T.And(is_one > 0, place < CANDIDATES)), T.Then():
+                T.buffer_store(self.shared_keys, self.keys[index], [self.lists + place])
+                T.buffer_store(self.shared_keys, T.Cast("uint32", lane + index * 32), [self.lists + CANDIDATES + place])
+            put(count, count[0] + popc(those))
+        do(T.cuda.warp_sync())
+        key, number = (hold(self.shared_keys[self.lists + first + lane], "uint32") for first in (0, CANDIDATES))
+        there = lane < count[0]
+        expert = hold(T.Select(there, T.Cast("int32", number), T.int32(NOBODY)), "int32")
+        return count[0], hold(T.Select(there, key, T.uint32(ALL)), "uint32"), expert
+
+    def _rank(self, key: Any, number: Any = None) -> Any:
+        """How many lanes have a better key, or the same and a lower number: the lane's own, if none is given."""
+        rank = register("int32", name="rank")
+        put(rank, T.int32(0))
+        with T.serial(0, 4) as eight:  # all at once would take more registers than the products
+            for within in range(8):
+                other = hold(eight * 8 + within, "int32", "other")
+                its = from_lane(key, other, "uint32")
+                lower = other < self.lane if number is None else from_lane(number, other, "int32") < number
+                put(rank, rank[0] + T.Cast("int32", T.Or(its < key, T.And(T.EQ(its, key), lower))))
+        return rank[0]
 
     def _each(self, body: Any) -> None:
         """body(index, expert) for every expert of this lane's."""
@@ -127,7 +186,8 @@ class Chooser:
             put(values, T.float32(-3.0e38), index)
             put(self.keys, T.uint32(ALL), index)
         self._each(lambda index, expert: put(values, load(logits, [row, expert]), index))
-        if c.softmax:
+        whole_softmax = c.softmax and not c.chosen_alone
+        if whole_softmax:
             largest = hold(T.cuda.warp_max(_tree(T.max, [values[index] for index in range(self.count)])))
             for index in range(self.count):
                 put(values, T.exp(values[index] - largest), index)
@@ -135,7 +195,7 @@ class Chooser:
             inverse = hold(T.float32(1) / whole)
 
         def finish(index, expert):
-            score = hold(values[index] * inverse) if c.softmax else sigmoid(values[index])
+            score = hold(values[index] * inverse) if whole_softmax else values[index] if c.softmax else sigmoid(values[index])
             T.buffer_store(self.scores, score, [self.first + expert])
             choice = score if c.correction is None else hold(score + load(c.correction, [expert], constant=True))
             put(self.keys, key_of(choice), index)
