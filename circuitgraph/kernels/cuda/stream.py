@@ -77,7 +77,7 @@ class Geometry:
     def shared_bytes(self) -> int:
         scales = 2 * self.groups * 16 * self.scale_pitch * 4
         each = self.stages * 1024 + scales + 2 * self.rows * 64 * self.together + self.row_blocks * 32
-        return self.teams * self.warps * each + (self.rows * self.columns * 2 if self.teams > 1 else 0)
+        return self.teams * self.warps * each + (self.columns // self.step * 16 * self.x_pitch if self.teams > 1 else 0)
 
     @property
     def scale_pitch(self) -> int:
@@ -85,6 +85,12 @@ class Geometry:
         are turned round instead (`LineScales`)."""
         words = self.steps * self.scale_words
         return words + 4 if words % 8 == 0 and words != 16 else words
+
+    @property
+    def x_pitch(self) -> int:
+        """Words of shared memory for what a word of each lane's weights is multiplied by: four lanes' pieces of all rows, and a
+        piece more, so that lanes that hold neighbouring pieces of a row store them to different banks."""
+        return self.rows * 16 + 4
 
     @property
     def x_steps(self) -> int:
@@ -244,7 +250,7 @@ class Stream:
             self.shared = pool.alloc((2, warps, cut.together * cut.rows * 16), "float32", align=16)
             self.squares = pool.alloc((warps, cut.row_blocks * 8), "float32", align=16)
             if cut.teams > 1:
-                self.x_shared = pool.alloc((cut.columns // cut.step, 4, cut.rows, 4, 4), "uint32", align=128)
+                self.x_shared = pool.alloc((cut.columns // cut.step, 4, cut.x_pitch), "uint32", align=128)
             pool.commit()
             self.part = hold(T.floormod(at.block, cut.k_parts), "int32") if cut.k_parts > 1 else 0
             self.word = hold(self._word(2) if cut.teams == 1 else self._shared_word(), "int32")
@@ -427,7 +433,7 @@ class Stream:
             if self.cut.teams == 1:
                 return self._x(0, step)[index * 4 : index * 4 + 4]
             with T.If(one_row.owned(self.format, self.at.lane, index)), T.Then(), T.vectorized(0, 4) as v:
-                place = [self.warp * self.cut.steps + step, index, 0, self.at.lane % 4, v]
+                place = [self.warp * self.cut.steps + step, index, self.at.lane % 4 * 4 + v]
                 T.buffer_store(self.owned, self.x_shared[*place], [index * 4 + v])
             return [self.owned[index * 4 + i] for i in range(4)]
 
@@ -595,7 +601,9 @@ class Stream:
         return [self.fragments[(block * self.cut.x_steps + step) * self.each + i] for i in range(self.each)]
 
     def _x_word(self, step: int, word: int) -> Any:
-        return self.word + (step * (self.cut.stride // 2) + word)
+        """Where four of the lane's words of x lie in a row. Of what goes to shared memory, neighbouring lanes have neighbouring
+        pieces, since a piece for each lane from everywhere takes as long as four times as many bytes."""
+        return self.word + (step * (self.cut.stride // 2) + word * (4 if self.cut.teams > 1 else 1))
 
     def _order_x(self) -> None:
         """Bring x to the order in which weights are decoded."""
@@ -613,7 +621,7 @@ class Stream:
     def _shared_word(self) -> Any:
         """As `_word`, of the columns whose x this warp loads for all teams."""
         cut = self.cut
-        return self.at.warp * (cut.x_steps * cut.step // 2) + self.at.lane % 4 * (cut.step // 8)
+        return self.at.warp * (cut.x_steps * cut.step // 2) + self.at.lane % 4 * 4
 
     def _share_x(self) -> None:
         """Leave the warp's part of x, in the order of decoded weights, where all warps find it."""
@@ -625,7 +633,7 @@ class Stream:
                     for index in range(4):
                         with T.vectorized(0, 4) as v:
                             first = (block * cut.x_steps + step) * self.each + index * 4
-                            place = [self.at.warp * cut.x_steps + step, index, row, lane % 4, v]
+                            place = [self.at.warp * cut.x_steps + step, lane % 4, row * 16 + index * 4 + v]
                             T.buffer_store(self.x_shared, self.fragments[first + v], place)
         if self.one_row:
             self.owned = register("uint32", 16, "x")
@@ -637,7 +645,7 @@ class Stream:
         x = register("uint32", 4, "x")
         row = T.min(block * 8 + T.floordiv(self.at.lane, 4), T.int32(self.cut.rows - 1))
         with T.vectorized(0, 4) as v:
-            T.buffer_store(x, self.x_shared[self.warp * self.cut.steps + step, index, row, self.at.lane % 4, v], [v])
+            T.buffer_store(x, self.x_shared[self.warp * self.cut.steps + step, index, row * 16 + self.at.lane % 4 * 4 + v], [v])
         return [x[i] for i in range(4)]
 
     def _norm_weights(self) -> Any:
