@@ -50,7 +50,8 @@ class Geometry:
     tile; stages: of the ring, which divide the steps of a tile, so that slots are constants, or are those of two tiles. step:
     columns of one. together: groups whose sums are shared at once, where a group is short. scale_words: of a weight row in one
     step of a warp, 0 where they take no shared memory; such a warp's steps lie side by side. teams: of `warps` each in a block;
-    with more than one, x lies in shared memory."""
+    with more than one, x lies in shared memory. joined:
+    the parts of a tile are a cluster of blocks, see `joined_stream`."""
 
     rows: int
     columns: int
@@ -63,6 +64,7 @@ class Geometry:
     together: int = 1
     scale_words: int = 0
     teams: int = 1
+    joined: bool = False
 
     @property
     def row_blocks(self) -> int:
@@ -75,9 +77,20 @@ class Geometry:
 
     @property
     def shared_bytes(self) -> int:
-        scales = 2 * self.groups * 16 * self.scale_pitch * 4
-        each = self.stages * 1024 + scales + 2 * self.rows * 64 * self.together + self.row_blocks * 32
-        return self.teams * self.warps * each + (self.columns // self.step * 16 * self.x_pitch if self.teams > 1 else 0)
+        scales = self.sides * self.groups * 16 * self.scale_pitch * 4
+        sums = (self.k_parts if self.joined else 2) * self.rows * 64 * self.together
+        each = self.stages * 1024 + scales + sums + self.row_blocks * 32
+        return self.teams * self.warps * each + (self.x_columns // self.step * 16 * self.x_pitch if self.teams > 1 else 0)
+
+    @property
+    def sides(self) -> int:
+        """Tiles whose scales lie in shared memory."""
+        return 1 if self.joined else 2
+
+    @property
+    def x_columns(self) -> int:
+        """Of x in a block."""
+        return self.columns // self.k_parts
 
     @property
     def scale_pitch(self) -> int:
@@ -250,7 +263,7 @@ class Stream:
             self.shared = pool.alloc((2, warps, cut.together * cut.rows * 16), "float32", align=16)
             self.squares = pool.alloc((warps, cut.row_blocks * 8), "float32", align=16)
             if cut.teams > 1:
-                self.x_shared = pool.alloc((cut.columns // cut.step, 4, cut.x_pitch), "uint32", align=128)
+                self.x_shared = pool.alloc((cut.x_columns // cut.step, 4, cut.x_pitch), "uint32", align=128)
             pool.commit()
             self.part = hold(T.floormod(at.block, cut.k_parts), "int32") if cut.k_parts > 1 else 0
             self.word = hold(self._word(2) if cut.teams == 1 else self._shared_word(), "int32")
@@ -621,7 +634,7 @@ class Stream:
     def _shared_word(self) -> Any:
         """As `_word`, of the columns whose x this warp loads for all teams."""
         cut = self.cut
-        return self.at.warp * (cut.x_steps * cut.step // 2) + self.at.lane % 4 * 4
+        return self.part * (cut.x_columns // 2) + self.at.warp * (cut.x_steps * cut.step // 2) + self.at.lane % 4 * 4
 
     def _share_x(self) -> None:
         """Leave the warp's part of x, in the order of decoded weights, where all warps find it."""

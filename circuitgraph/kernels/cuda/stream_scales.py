@@ -96,7 +96,7 @@ class LineScales:
     def __init__(self, stream: Stream, pool: Any):
         self.stream, cut = stream, stream.cut
         self.words, self.lines = cut.steps * cut.scale_words, cut.groups * 16
-        self.buffer = pool.alloc((cut.teams * cut.warps, 2, self.lines, cut.scale_pitch), "uint32", align=16)
+        self.buffer = pool.alloc((cut.teams * cut.warps, cut.sides, self.lines, cut.scale_pitch), "uint32", align=16)
         self.size = next(size for size in (4, 2, 1) if self.words % size == 0)
         self.side = register("int32", name="side")
 

@@ -16,6 +16,7 @@ from ..base import Kernel, kernel, meeting, within
 from .architectures import ARCHITECTURES, DEFAULT, architecture_of, fitting
 from .epilogue import refuse_epilogue
 from .formats import Format
+from .joined_stream import JoinedStream
 from .plain import Projection
 from .qkv import HeadEnds, ends_of, refuse_ends
 from .row_program import Evaluator, Place, sinks_of
@@ -85,7 +86,7 @@ def cut_of(plan: Plan, group: Group, params: StreamParams) -> Geometry | str:
     cuts = [cut(warps, n) for warps, stages in tried for n in range(min(stages, 16), 3, -1)]
     found = [one for one in cuts if isinstance(one, Geometry)]
     if format.name in FOUR_BIT and params.k_parts < 2:
-        found = [*parted(plan.rows, columns, params, work, format), *found]
+        found = [*joined(plan, group, columns, params, work, format), *parted(plan.rows, columns, params, work, format), *found]
     sizes = [one for some in found for one in shared_together(some, 16 // len(anchors[0]))]
     sizes = [one for one in sizes if one.shared_bytes <= ARCHITECTURES[DEFAULT].shared_bytes]
     return fitting(plan, sizes, lambda one: one.shared_bytes) if sizes else str(cuts[0])
@@ -109,6 +110,27 @@ def parted(rows: int, columns: int, params: StreamParams, work: Callable[..., fl
             cuts.append(replace(cut, teams=teams))
     steps = [work(cut.groups, 1, teams=cut.teams) * cut.steps for cut in cuts]
     return [cut for cut, count in zip(cuts, steps, strict=True) if cut.teams > 1 and count == min(steps)]
+
+
+def joined(
+    plan: Plan, group: Group, columns: int, params: StreamParams, work: Callable[..., float], format: Format
+) -> list[Geometry]:
+    """Cuts whose tiles are those of pairs of blocks, where a team has one at most.
+
+    work: see `cut_of`.
+    """
+    if not architecture_of(plan).clusters or group.pattern not in ("project", "gated") or len(group.prologue) == 1:
+        return []
+    cuts = []
+    for teams in (4, 2):
+        warps = params.warps // teams
+        cut = geometry(
+            plan.rows, columns, warps, TEAM_STAGES, 2, params.registers * teams, partial(work, teams=teams), format, tiles_ahead=1
+        )
+        fits = params.warps % teams == 0 and isinstance(cut, Geometry) and cut.steps % teams == 0 and plan.rows * 16 <= warps * 32
+        if fits and teams <= params.teams and cut.groups == 1 and work(1, 2, teams=teams) == 1:
+            cuts.append(replace(cut, teams=teams, joined=True))
+    return cuts
 
 
 def shared_together(cut: Geometry, width: int) -> list[Geometry]:
@@ -188,7 +210,8 @@ def stream_of(env: Any, group: Group, params: StreamParams, projections: list[Pr
     source = group.anchors[0].inputs[0] if node is None else node.inputs[0]
     kind = env.plan.circuit.types[source].dtype
     norm = norm_of(env, node, bool(sinks_of(env.plan, group, (node,)))) if node else None
-    return Stream(env, cut, env.words(source), kind, projections, norm, early, params.pace)
+    stream = JoinedStream if cut.joined else Stream
+    return stream(env, cut, env.words(source), kind, projections, norm, early, params.pace)
 
 
 def appends_next(plan: Plan, group: Group) -> bool:
@@ -215,7 +238,7 @@ class LinearStream(Kernel):
         cut = cut_of(plan, group, params)
         assert isinstance(cut, Geometry)
         own = () if folded_norm(plan, group, params) else prologue_scratch(plan, group)
-        if cut.k_parts == 1:
+        if cut.k_parts == 1 or cut.joined:
             return own
         columns = sum(int(plan.circuit.types[anchor.inputs[1]].shape[0]) for anchor in group.anchors)  # type: ignore[union-attr]
         return (*own, Scratch.own("partial", TensorType("f32", (cut.k_parts * plan.rows, columns))))
@@ -224,7 +247,7 @@ class LinearStream(Kernel):
     def emit(env, group: Group, params: Any) -> None:
         projections = projections_of(env, group)
         stream = stream_of(env, group, params, projections)
-        if stream.cut.k_parts == 1:
+        if stream.cut.k_parts == 1 or stream.cut.joined:
             stream.emit(settles=appends_next(env.plan, group))
         else:
             partial = env.scratch("partial")
