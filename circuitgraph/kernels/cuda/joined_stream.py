@@ -12,9 +12,13 @@ from typing import Any
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
+from . import one_row
 from .stream import Stream
 from .stream_scales import scales_for
-from .values import do, hold, register
+from .values import do, hold, put, register, zeros
+
+AHEAD = 2
+"""Steps whose weights are decoded while x is on its way."""
 
 
 class JoinedStream(Stream):
@@ -49,12 +53,15 @@ class JoinedStream(Stream):
                     self._copy(step, here, step)
                 do(T.ptx.cp.async_.commit_group())
             self.env.wait()
-            self._prepare_x(None)
+            self._load_x()
+            ready = [self._ahead(step, here) for step in range(0 if self.one_row else AHEAD)]
+            self._order_x()
+            self._share_x()
+            do(T.cuda.cta_sync())
             factors = self._factors(tile, 0)
             do(T.ptx.barrier.cluster.wait.acquire.aligned())
             with T.If(tile < self.tiles), T.Then():
-                for group in range(cut.groups):
-                    self._multiply(group, here, here, T.int32(self.tiles))
+                self._steps(ready, here)
             do(T.ptx.barrier.cluster.arrive.release.aligned())
             do(T.ptx.barrier.cluster.wait.acquire.aligned())
             mine = T.And(tile < self.tiles, T.EQ(self.part, self._finisher()))
@@ -63,6 +70,45 @@ class JoinedStream(Stream):
                 if factors is not None:
                     sums = [hold(total * factor) for total, factor in zip(sums, factors, strict=True)]
                 self._finish(tile, 0, sums, None, None, None)
+
+    def _take(self, step: int, here: Any) -> tuple[Any, list[Any] | None]:
+        """Weights of a step, whose slot is filled again, and their scales."""
+        cut, at, piece = self.cut, self.at, register("uint32", 8, "weights")
+        do(T.ptx.cp.async_.wait_group(cut.stages - 1))
+        for half in range(2):
+            with T.vectorized(0, 4) as v:
+                T.buffer_store(piece, self.ring[at.warp, step % cut.stages, half, at.lane, v], [half * 4 + v])
+        words = self.scales.of_step(0, step) if self.scales else None
+        if step + cut.stages < cut.steps:
+            self._copy(step % cut.stages, here, step + cut.stages)
+        do(T.ptx.cp.async_.commit_group())
+        return piece, words
+
+    def _ahead(self, step: int, here: Any) -> list[tuple[list[Any], list[Any]]]:
+        decode = self._decoded(*self._take(step, here))
+        return [decode(index) for index in range(4)]
+
+    def _steps(self, ready: list[Any], here: Any) -> None:
+        """All steps of the tile."""
+        cut = self.cut
+        sums = [register("float32", cut.row_blocks * 4, "sums") for _ in range(self._chains())]
+        for chain in sums:
+            zeros(chain, cut.row_blocks * 4)
+        for step in range(cut.steps):
+            if step < len(ready):
+                self._multiply_pairs(sums, ready[step].__getitem__, None, step)
+                continue
+            piece, words = self._take(step, here)
+            if self.one_row:
+                one_row.multiply(self.format, self.at.lane, sums[0], [piece[i] for i in range(8)], words, self._x_owned(step))
+            else:
+                self._multiply_decoded(sums, piece, words, step)
+        for chain in sums[1:]:
+            for i in range(cut.row_blocks * 4):
+                put(sums[0], sums[0][i] + chain[i], i)
+        if self.one_row:
+            one_row.gather(sums[0], self.at.lane)
+        self._share(sums[0], 0)
 
     def _finisher(self) -> Any:
         """The part whose block finishes this team's tile."""

@@ -452,20 +452,33 @@ class Stream:
 
         return words
 
+    def _decoded(self, piece: Any, words: list[Any] | None) -> Callable[[int], tuple[list[Any], list[Any]]]:
+        """decode(word): the pairs of a word of the upper weight rows and of the lower ones."""
+        format = self.format
+        scales = [format.scale_pairs(word, self.at.lane) for word in words] if words and format.scaled == "numbers" else None
+
+        def decode(index: int) -> tuple[list[Any], list[Any]]:
+            upper, lower = (
+                format.decode(piece[half * 4 + index], scales[half][index * len(scales[half]) // 4] if scales else None)
+                for half in range(2)
+            )
+            return upper, lower
+
+        return decode
+
     def _multiply_decoded(self, sums: Sequence[Any], piece: Any, words: list[Any] | None, step: int) -> None:
         """One step of quantised weights: word after word is decoded and multiplied."""
+        self._multiply_pairs(sums, self._decoded(piece, words), words, step)
+
+    def _multiply_pairs(self, sums: Sequence[Any], decode: Callable[[int], Any], words: list[Any] | None, step: int) -> None:
         cut, format = self.cut, self.format
-        scales = [format.scale_pairs(word, self.at.lane) for word in words] if words and format.scaled == "numbers" else None
         own = format.scaled == "sums"
         totals = [register("float32", cut.row_blocks * 4, "step")] if own else sums
         if own:
             zeros(totals[0], cut.row_blocks * 4)
         for index in range(4):
             columns = [self._x_word_of(block, step, index) for block in range(cut.row_blocks)] if cut.teams > 1 else None
-            upper, lower = (
-                format.decode(piece[half * 4 + index], scales[half][index * len(scales[half]) // 4] if scales else None)
-                for half in range(2)
-            )
+            upper, lower = decode(index)
             for pair in range(0, len(upper), 2):
                 a = (upper[pair], lower[pair], upper[pair + 1], lower[pair + 1])
                 for block in range(cut.row_blocks):
