@@ -232,7 +232,9 @@ CASES = (
         "odd_storage_f32", sizes=ODD, storage=SIBLINGS, act="f32", wt="f32", kv="f32", widths=FEW, context_rows=(5,), entries=STEP
     ),
     Case("wide_fp8", sizes=WIDE, storage={"*": "fp8 128x128"}, widths=(1, 16), context_rows=(16,), entries=STEP),
-    Case("wide_nvfp4", sizes=WIDE, storage={"*": "nvfp4"}, widths=(1, 16), context_rows=(16,), entries=STEP),
+    # Tiles of products whose columns are shared by two blocks, where there are few.
+    Case("wide_nvfp4", sizes=WIDE, storage={"*": "nvfp4"}, widths=(1, 3, 8, 16), context_rows=(16,), entries=STEP),
+    Case("wide_mxfp4", sizes=WIDE, storage={"*": "mxfp4"}, widths=(2, 5), context_rows=(16,), entries=("draft",)),
     *(
         Case(
             f"products_{act}",

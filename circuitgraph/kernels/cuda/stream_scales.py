@@ -102,16 +102,39 @@ class LineScales:
 
     def begin(self, tile: Any) -> None:
         put(self.side, T.int32(0))
-        self._copy(tile, self.side[0])
+        at, side = self.stream.at, T.uint32(4 * self.lines * self.stream.cut.scale_pitch)
+        # From the lane itself, which ptxas 13.0 does not see: it takes an address that lanes share from two uniform registers, and
+        # forgets to fill them where the copy has a policy of L2.
+        begin = T.cuda.cvta_generic_to_shared(self.buffer.ptr_to([at.warp, 0, 0, 0]))
+        self.target = register("uint32", name="target")
+        put(self.target, from_lane(begin, at.lane, "uint32"))
+        self.targets = hold(self.target[0] * T.uint32(2) + side, "uint32")
+        self._copy(tile)
+        put(self.target, self.target[0] + side)
+        if self.words == 16:
+            self._begin_pieces()
+
+    def _begin_pieces(self) -> None:
+        """Where the lane's words of each piece of a turned line lie, which no step has to work out then."""
+        lane, cut = self.stream.at.lane, self.stream.cut
+        self.pieces = register("int32", 4, "pieces")
+        line = T.floordiv(lane, 4)
+        for piece in range(4):
+            word = piece * 4 + T.floordiv(lane % 4 * cut.scale_words, 4)
+            put(self.pieces, line * cut.scale_pitch + self._turned(line, word), piece)
 
     def fetch(self, tile: Any) -> None:
         with T.If(tile < self.stream.tiles), T.Then():
-            self._copy(tile, T.bitwise_xor(self.side[0], 1))
+            self._copy(tile)
 
     def turn(self) -> None:
         put(self.side, T.bitwise_xor(self.side[0], 1))
+        put(self.target, self.targets - self.target[0])
+        if self.words == 16:
+            for piece in range(4):
+                put(self.pieces, T.bitwise_xor(self.pieces[piece], self.lines * self.stream.cut.scale_pitch), piece)
 
-    def _copy(self, tile: Any, side: Any) -> None:
+    def _copy(self, tile: Any) -> None:
         """They arrive with the tile's first step at the latest, since the ring is no longer than a tile."""
         stream, cut = self.stream, self.stream.cut
         pieces = self.words // self.size
@@ -124,7 +147,8 @@ class LineScales:
                     stream, tile, lambda segment, line=line, piece=piece: self._place(segment, tile, line, begin + piece)
                 )
                 copy = COPY_ONCE if self.size == 4 else COPY_WORD_ONCE
-                target = self.buffer.ptr_to([stream.at.warp, side, line, self._turned(line, piece)])
+                place = hold(line * cut.scale_pitch + self._turned(line, piece), "int32")
+                target = self.target[0] + T.Cast("uint32", place) * T.uint32(4)
                 do(T.ptx[copy](target, T.reinterpret("handle", hold(source, "uint64")), 4 * self.size, stream.at.once))
 
     def _place(self, segment: Any, tile: Any, line: Any, word: Any) -> Any:
@@ -140,6 +164,10 @@ class LineScales:
         if group == step == 0:
             do(T.cuda.warp_sync())  # lanes have copied for each other
         lane = stream.at.lane
+        if self.words == 16:
+            piece, rest = divmod(step * cut.scale_words, 4)
+            places = [self.pieces[piece] + ((group * 16 + half * 8) * cut.scale_pitch + rest) for half in range(2)]
+            return [hold(self.buffer[stream.at.warp, 0, 0, place], "uint32") for place in places]
         word = step * cut.scale_words + T.floordiv(lane % 4 * cut.scale_words, 4)
         lines = [group * 16 + half * 8 + T.floordiv(lane, 4) for half in range(2)]
         return [hold(self.buffer[stream.at.warp, self.side[0], line, self._turned(line, word)], "uint32") for line in lines]
