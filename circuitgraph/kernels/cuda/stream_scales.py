@@ -103,11 +103,11 @@ class LineScales:
     def begin(self, tile: Any) -> None:
         put(self.side, T.int32(0))
         at, side = self.stream.at, T.uint32(4 * self.lines * self.stream.cut.scale_pitch)
-        # From the lane itself, which ptxas 13.0 does not see: it takes an address that lanes share from two uniform registers, and
-        # forgets to fill them where the copy has a policy of L2.
+        # From the lane itself, which ptxas 13.0 does not see: for an address in two parts, one of them the same for all lanes, it
+        # makes a copy with a policy of L2 that the GPU refuses.
         begin = T.cuda.cvta_generic_to_shared(self.buffer.ptr_to([at.warp, 0, 0, 0]))
         self.target = register("uint32", name="target")
-        put(self.target, from_lane(begin, at.lane, "uint32"))
+        put(self.target, from_lane(begin + T.Cast("uint32", self._piece(0)[2]) * T.uint32(4), at.lane, "uint32"))
         self.targets = hold(self.target[0] * T.uint32(2) + side, "uint32")
         self._copy(tile)
         put(self.target, self.target[0] + side)
@@ -137,19 +137,29 @@ class LineScales:
     def _copy(self, tile: Any) -> None:
         """They arrive with the tile's first step at the latest, since the ring is no longer than a tile."""
         stream, cut = self.stream, self.stream.cut
-        pieces = self.words // self.size
         begin = stream.part * (cut.warps * self.words) + stream.warp * self.words
-        for index in range(-(-self.lines * pieces // 32)):
-            number = index * 32 + stream.at.lane
-            line, piece = hold(T.floordiv(number, pieces), "int32"), hold(T.floormod(number, pieces) * self.size, "int32")
+        for index in range(-(-self.lines * self.words // (32 * self.size))):
+            line, piece, place = self._piece(index)
             with T.If(line < self.lines), T.Then():
                 source = _select(
                     stream, tile, lambda segment, line=line, piece=piece: self._place(segment, tile, line, begin + piece)
                 )
                 copy = COPY_ONCE if self.size == 4 else COPY_WORD_ONCE
-                place = hold(line * cut.scale_pitch + self._turned(line, piece), "int32")
-                target = self.target[0] + T.Cast("uint32", place) * T.uint32(4)
+                target = self.target[0] + self._beyond(index, place)
                 do(T.ptx[copy](target, T.reinterpret("handle", hold(source, "uint64")), 4 * self.size, stream.at.once))
+
+    def _piece(self, index: int) -> tuple[Any, Any, Any]:
+        """(line, word of it, where that lies) of the `index`th piece that the lane copies of a tile."""
+        pieces, number = self.words // self.size, index * 32 + self.stream.at.lane
+        line, piece = hold(T.floordiv(number, pieces), "int32"), hold(T.floormod(number, pieces) * self.size, "int32")
+        return line, piece, hold(line * self.stream.cut.scale_pitch + self._turned(line, piece), "int32")
+
+    def _beyond(self, index: int, place: Any) -> Any:
+        """Bytes from the lane's first piece to this one."""
+        lines, rest = divmod(32 * self.size, self.words)
+        if rest or (self.words == 16 and lines % 8):
+            return T.Cast("uint32", place - self._piece(0)[2]) * T.uint32(4)
+        return T.uint32(4 * index * lines * self.stream.cut.scale_pitch)
 
     def _place(self, segment: Any, tile: Any, line: Any, word: Any) -> Any:
         stream = self.stream
