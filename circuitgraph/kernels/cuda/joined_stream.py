@@ -46,14 +46,12 @@ class JoinedStream(Stream):
             self._find(tile, here)
             if self.scales:
                 self.scales.begin(tile)
-            for step in range(cut.stages):
-                if step > self.pace:
-                    do(T.ptx.cp.async_.wait_group(self.pace))
-                with T.If(tile < self.tiles), T.Then():
-                    self._copy(step, here, step)
-                do(T.ptx.cp.async_.commit_group())
+            for step in range(cut.first_stages):
+                self._fill(step, tile, 0, here, here)
             self.env.wait()
             self._load_x()
+            for step in range(cut.first_stages, cut.stages):
+                self._fill(step, tile, 0, here, here)
             ready = [self._ahead(step, here) for step in range(0 if self.one_row else AHEAD)]
             self._order_x()
             self._share_x()

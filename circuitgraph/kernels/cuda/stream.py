@@ -40,6 +40,9 @@ STEP_WORDS = 16
 PACE = 2
 """Stages that a warp waits for at most while it fills its ring: 16 warps then have 48 KB under way, which keeps an H200 busy."""
 
+FIRST_STAGES = 2
+"""Stages of a team's ring that are filled before x is asked for. Decoding starts late enough for the others to come behind it."""
+
 EARLY_REGISTERS = (40, 96)
 """Up to so many of a thread hold a norm's weights while x is waited for, and these and x together; more would be spilled."""
 
@@ -81,6 +84,11 @@ class Geometry:
         sums = (self.k_parts if self.joined else 2) * self.rows * 64 * self.together
         each = self.stages * 1024 + scales + sums + self.row_blocks * 32
         return self.teams * self.warps * each + (self.x_columns // self.step * 16 * self.x_pitch if self.teams > 1 else 0)
+
+    @property
+    def first_stages(self) -> int:
+        """Of the ring, that are filled before x is asked for."""
+        return min(self.stages, FIRST_STAGES) if self.teams > 1 else self.stages
 
     @property
     def sides(self) -> int:
@@ -280,17 +288,17 @@ class Stream:
             if self.scales:
                 self.scales.begin(tile[0])
             paced = cut.tiles_ahead == 1 and self.tiles > stride  # rings that hold all are late enough
-            for step in range(cut.stages):
-                number, rest = divmod(step, cut.steps * cut.groups)
+            for step in range(cut.first_stages):
                 if paced and step > self.pace:
                     do(T.ptx.cp.async_.wait_group(self.pace))
-                with T.If(tile[0] + number * stride < self.tiles), T.Then():
-                    self._copy(step, ahead if number else here, rest)
-                do(T.ptx.cp.async_.commit_group())
+                self._fill(step, tile[0], stride, here, ahead)
             weights = self._norm_weights()
             if self.early:
                 self.early.begin(hold(T.min(self._line()[1], T.int32(cut.rows - 1)), "int32"))
             self.env.wait(release=settles)
+            self._load_x()
+            for step in range(cut.first_stages, cut.stages):
+                self._fill(step, tile[0], stride, here, ahead)
             inverse = self._prepare_x(weights)
             state = Best() if best else None
             with T.While(tile[0] < self.tiles):
@@ -325,6 +333,13 @@ class Stream:
                     self._merge_together(state)
                 with T.If(T.And(at.lane % 16 < 1, self._first(self.thread < cut.rows * 16))), T.Then():
                     state.write(best, at.block, T.floordiv(self.thread, 16))
+
+    def _fill(self, step: int, tile: Any, stride: int, here: Any, ahead: Any) -> None:
+        """Start the copies of a stage of the ring for the first time."""
+        number, rest = divmod(step, self.cut.steps * self.cut.groups)
+        with T.If(tile + number * stride < self.tiles), T.Then():
+            self._copy(step, ahead if number else here, rest)
+        do(T.ptx.cp.async_.commit_group())
 
     def _first_tile(self, block: Any) -> Any:
         """Of a team. Neighbours are one block's, unless some teams have none: then all blocks have as many, or one less."""
@@ -471,6 +486,7 @@ class Stream:
         self._multiply_pairs(sums, self._decoded(piece, words), words, step)
 
     def _multiply_pairs(self, sums: Sequence[Any], decode: Callable[[int], Any], words: list[Any] | None, step: int) -> None:
+        """decode: see `_decoded`."""
         cut, format = self.cut, self.format
         own = format.scaled == "sums"
         totals = [register("float32", cut.row_blocks * 4, "step")] if own else sums
@@ -591,12 +607,11 @@ class Stream:
     # -- x and its norm ----------------------------------------------------------------------------------------
 
     def _prepare_x(self, weights: Any) -> Any:
-        """Load x, times its norm's weights, and leave it where products find it.
+        """Leave x, times its norm's weights, where products find it.
 
         Returns 1 / rms of the row that this thread finishes, None without a norm.
         """
         cut, norm = self.cut, self.norm
-        self._load_x()
         if norm:
             self._fold_norm(weights)
         self._order_x()

@@ -45,6 +45,10 @@ TEAM_STAGES = 4
 """Of the ring of a warp in a team: longer ones were 2 % slower on an H200."""
 
 
+JOINED_ROWS = 2
+"""So many rows of x are worth that pairs of blocks share a tile's columns; one was 4 us slower in a step of an 8B head."""
+
+
 @dataclass(frozen=True)
 class StreamParams:
     """warps: of a block; stages: of the ring, about; k_parts: parts of the columns over blocks, 0 for the fewest that fit;
@@ -119,7 +123,7 @@ def joined(
 
     work: see `cut_of`.
     """
-    if not architecture_of(plan).clusters or group.pattern not in ("project", "gated") or len(group.prologue) == 1:
+    if plan.rows < JOINED_ROWS or not architecture_of(plan).clusters or group.pattern not in ("project", "gated") or len(group.prologue) == 1:
         return []
     cuts = []
     for teams in (4, 2):
