@@ -184,13 +184,39 @@ def test_short_groups_are_shared_together_where_there_is_room():
         ("lm_head", "nvfp4", 16, (1, 16, 2)),  # 128 threads do not finish 16 rows of 16
         ("lm_head", "fp8 per row", 1, (1, 16, 4)),
         ("layer.attn.o_proj", "nvfp4", 1, (2, 8, 4)),  # of 256 tiles 528 teams would leave half of the GPU idle
-        ("layer.ffn.down_proj", "nvfp4", 8, (1, 16, 6)),  # x does not fit beside the rings
+        ("layer.ffn.down_proj", "nvfp4", 1, (2, 8, 12)),
+        ("layer.ffn.down_proj", "nvfp4", 8, (4, 4, 12)),  # x of half of the columns
     ],
 )
 def test_warps_of_short_shares_are_parted_into_teams(name, storage, rows, expected):
     cut = cut_of_weight(name, storage, rows, **LARGE)
     assert (cut.teams, cut.warps, cut.steps) == expected
     assert cut.x_steps * cut.teams == cut.steps
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "steps"),
+    [
+        ("fc", 8, 8),
+        ("layer.attn.o_proj", 2, 4),
+        ("layer.ffn.down_proj", 5, 12),
+        ("fc", 1, None),  # one row is few bytes
+        ("fc", 16, None),  # 128 threads do not finish 16 rows of 16
+        ("layer.attn.q_proj", 8, None),  # the norm before it wants whole rows
+        ("lm_head", 8, None),  # more tiles than teams
+    ],
+)
+def test_few_tiles_are_those_of_pairs_of_blocks(name, rows, steps):
+    cut = cut_of_weight(name, "nvfp4", rows, **LARGE)
+    assert (cut.joined, cut.k_parts) == ((True, 2) if steps else (False, 1))
+    assert not steps or (cut.steps, cut.x_columns) == (steps, cut.columns // 2)
+
+
+def test_pairs_of_blocks_add_up_in_shared_memory():
+    """Where blocks see each other's: otherwise teams have whole tiles. No launch adds the parts."""
+    storage = {"layer.ffn.down_proj": "nvfp4"}
+    assert "st_shared__cluster_f32" in source_of(plan_of(storage, 8, **LARGE))
+    assert not [item.name for some in plan_of(storage, 8, **LARGE).scratch for item in some if "partial" in item.name]
 
 
 def test_teams_meet_at_barriers_of_their_own():

@@ -119,20 +119,20 @@ def parted(rows: int, columns: int, params: StreamParams, work: Callable[..., fl
 def joined(
     plan: Plan, group: Group, columns: int, params: StreamParams, work: Callable[..., float], format: Format
 ) -> list[Geometry]:
-    """Cuts whose tiles are those of pairs of blocks, where a team has one at most.
+    """Cuts whose tiles are those of pairs of blocks, where a team has one at most. A norm that may be folded in wants whole rows.
 
     work: see `cut_of`.
     """
-    if plan.rows < JOINED_ROWS or not architecture_of(plan).clusters or group.pattern not in ("project", "gated") or len(group.prologue) == 1:
+    may_fold, products = len(group.prologue) == 1, group.pattern in ("project", "gated")
+    if plan.rows < JOINED_ROWS or may_fold or not products or not architecture_of(plan).clusters:
         return []
     cuts = []
     for teams in (4, 2):
-        warps = params.warps // teams
-        cut = geometry(
-            plan.rows, columns, warps, TEAM_STAGES, 2, params.registers * teams, partial(work, teams=teams), format, tiles_ahead=1
-        )
-        fits = params.warps % teams == 0 and isinstance(cut, Geometry) and cut.steps % teams == 0 and plan.rows * 16 <= warps * 32
-        if fits and teams <= params.teams and cut.groups == 1 and work(1, 2, teams=teams) == 1:
+        of_teams, warps = partial(work, teams=teams), params.warps // teams
+        if teams > params.teams or params.warps % teams or plan.rows * 16 > warps * 32 or work(1, 2, teams=teams) > 1:
+            continue
+        cut = geometry(plan.rows, columns, warps, TEAM_STAGES, 2, params.registers * teams, of_teams, format, tiles_ahead=1)
+        if isinstance(cut, Geometry) and cut.groups == 1 and cut.steps % teams == 0:
             cuts.append(replace(cut, teams=teams, joined=True))
     return cuts
 
