@@ -198,7 +198,7 @@ def test_warps_of_short_shares_are_parted_into_teams(name, storage, rows, expect
     ("name", "rows", "steps"),
     [
         ("fc", 8, 8),
-        ("layer.attn.o_proj", 2, 4),
+        ("layer.attn.o_proj", 4, 4),
         ("layer.ffn.down_proj", 5, 12),
         ("fc", 1, None),  # one row is few bytes
         ("fc", 16, None),  # 128 threads do not finish 16 rows of 16

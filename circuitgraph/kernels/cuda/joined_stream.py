@@ -12,21 +12,23 @@ from typing import Any
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
-from . import one_row
 from .stream import Stream
 from .stream_scales import scales_for
 from .values import do, hold, put, register, zeros
+
+FIRST_STAGES = 2
+"""Stages of the ring that are filled before x is asked for: what is decoded while x is on its way. Others come behind it."""
 
 AHEAD = 2
 """Steps whose weights are decoded while x is on its way."""
 
 
 class JoinedStream(Stream):
-    """One launch, as `Stream`; without a norm, of projections."""
+    """One launch, as `Stream`: projections of 2 to 8 rows, without a norm."""
 
-    def emit(self, **_: Any) -> None:
+    def emit(self, *, settles: bool = False, **_: Any) -> None:
         cut, warps = self.cut, self.cut.teams * self.cut.warps
-        with self.env.kernel(self.blocks, warps, early=True, cluster=cut.k_parts, once=True) as at:
+        with self.env.kernel(self.blocks, warps, early=True, cluster=cut.k_parts, fence=settles, once=True) as at:
             self.at = at
             do(T.ptx.barrier.cluster.arrive.release.aligned())  # of blocks that have begun
             self.team, self.warp = T.floordiv(at.warp, cut.warps), T.floormod(at.warp, cut.warps)
@@ -34,7 +36,7 @@ class JoinedStream(Stream):
             pool = SMEMPool()
             self.ring = pool.alloc((warps, cut.stages, 2, 32, 4), "uint32", align=128)
             self.scales = scales_for(self, pool)
-            self.shared = pool.alloc((1, cut.k_parts * warps, cut.together * cut.rows * 16), "float32", align=16)
+            self.shared = pool.alloc((1, cut.k_parts * warps, cut.rows * 16), "float32", align=16)
             self.x_shared = pool.alloc((cut.x_columns // cut.step, 4, cut.x_pitch), "uint32", align=128)
             pool.commit()
             self.part = hold(T.floormod(at.block, cut.k_parts), "int32")
@@ -46,13 +48,14 @@ class JoinedStream(Stream):
             self._find(tile, here)
             if self.scales:
                 self.scales.begin(tile)
-            for step in range(cut.first_stages):
-                self._fill(step, tile, 0, here, here)
-            self.env.wait()
-            self._load_x()
-            for step in range(cut.first_stages, cut.stages):
-                self._fill(step, tile, 0, here, here)
-            ready = [self._ahead(step, here) for step in range(0 if self.one_row else AHEAD)]
+            for step in range(cut.stages):
+                if step == FIRST_STAGES:
+                    self.env.wait(release=settles)
+                    self._load_x()
+                with T.If(tile < self.tiles), T.Then():
+                    self._copy(step, here, step)
+                do(T.ptx.cp.async_.commit_group())
+            ready = [self._ahead(step, here) for step in range(AHEAD)]
             self._order_x()
             self._share_x()
             do(T.cuda.cta_sync())
@@ -63,7 +66,7 @@ class JoinedStream(Stream):
             do(T.ptx.barrier.cluster.arrive.release.aligned())
             do(T.ptx.barrier.cluster.wait.acquire.aligned())
             mine = T.And(tile < self.tiles, T.EQ(self.part, self._finisher()))
-            with T.If(T.And(mine, self.thread < cut.together * cut.rows * self.width)), T.Then():
+            with T.If(T.And(mine, self.thread < cut.rows * self.width)), T.Then():
                 sums = self._sums()
                 if factors is not None:
                     sums = [hold(total * factor) for total, factor in zip(sums, factors, strict=True)]
@@ -83,29 +86,24 @@ class JoinedStream(Stream):
         return piece, words
 
     def _ahead(self, step: int, here: Any) -> list[tuple[list[Any], list[Any]]]:
+        """Pairs of a step, of each word of both halves of the weight rows."""
         decode = self._decoded(*self._take(step, here))
         return [decode(index) for index in range(4)]
 
     def _steps(self, ready: list[Any], here: Any) -> None:
         """All steps of the tile."""
         cut = self.cut
-        sums = [register("float32", cut.row_blocks * 4, "sums") for _ in range(self._chains())]
+        sums = [register("float32", 4, "sums") for _ in range(self._chains())]
         for chain in sums:
-            zeros(chain, cut.row_blocks * 4)
+            zeros(chain, 4)
         for step in range(cut.steps):
             if step < len(ready):
                 self._multiply_pairs(sums, ready[step].__getitem__, None, step)
                 continue
-            piece, words = self._take(step, here)
-            if self.one_row:
-                one_row.multiply(self.format, self.at.lane, sums[0], [piece[i] for i in range(8)], words, self._x_owned(step))
-            else:
-                self._multiply_decoded(sums, piece, words, step)
+            self._multiply_decoded(sums, *self._take(step, here), step)
         for chain in sums[1:]:
-            for i in range(cut.row_blocks * 4):
+            for i in range(4):
                 put(sums[0], sums[0][i] + chain[i], i)
-        if self.one_row:
-            one_row.gather(sums[0], self.at.lane)
         self._share(sums[0], 0)
 
     def _finisher(self) -> Any:
@@ -118,17 +116,14 @@ class JoinedStream(Stream):
         return [part * warps + warp for part in range(self.cut.k_parts) for warp in super(JoinedStream, self)._team()]
 
     def _share(self, sums: Any, more: int) -> None:
+        """Leave the warp's sums where they are finished, as `Stream` does."""
         cut, lane = self.cut, self.at.lane
         line = self.part * (cut.teams * cut.warps) + self.at.warp
-        first = lane % 4 * 32 + T.floordiv(lane, 4) + more * cut.rows * 16
+        first = lane % 4 * 32 + T.floordiv(lane, 4)
         address = register("uint32", name="there")
         window = T.cuda.cvta_generic_to_shared(self.shared.ptr_to([0, line, first]))
         do(T.ptx.mapa.shared__cluster.u32(address[0], window, T.Cast("uint32", self._finisher())))
-        for block in range(cut.row_blocks):
-            for i in range(4):
-                place = address[0] + T.uint32(4 * (block * 128 + i % 2 * 16 + i // 2 * 8))
-                if block * 8 + 8 <= cut.rows:
-                    do(T.ptx["st.shared::cluster.f32"](place, sums[block * 4 + i]))
-                else:
-                    with T.If(block * 8 + lane % 4 * 2 + i % 2 < cut.rows), T.Then():
-                        do(T.ptx["st.shared::cluster.f32"](place, sums[block * 4 + i]))
+        for i in range(4):
+            with T.If(lane % 4 * 2 + i % 2 < cut.rows), T.Then():
+                place = address[0] + T.uint32(4 * (i % 2 * 16 + i // 2 * 8))
+                do(T.ptx["st.shared::cluster.f32"](place, sums[i]))

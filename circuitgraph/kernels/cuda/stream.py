@@ -40,9 +40,6 @@ STEP_WORDS = 16
 PACE = 2
 """Stages that a warp waits for at most while it fills its ring: 16 warps then have 48 KB under way, which keeps an H200 busy."""
 
-FIRST_STAGES = 2
-"""Stages of a team's ring that are filled before x is asked for. Decoding starts late enough for the others to come behind it."""
-
 EARLY_REGISTERS = (40, 96)
 """Up to so many of a thread hold a norm's weights while x is waited for, and these and x together; more would be spilled."""
 
@@ -53,8 +50,7 @@ class Geometry:
     tile; stages: of the ring, which divide the steps of a tile, so that slots are constants, or are those of two tiles. step:
     columns of one. together: groups whose sums are shared at once, where a group is short. scale_words: of a weight row in one
     step of a warp, 0 where they take no shared memory; such a warp's steps lie side by side. teams: of `warps` each in a block;
-    with more than one, x lies in shared memory. joined:
-    the parts of a tile are a cluster of blocks, see `joined_stream`."""
+    with more than one, x lies in shared memory. joined: the parts of a tile are a cluster of blocks, see `joined_stream`."""
 
     rows: int
     columns: int
@@ -84,11 +80,6 @@ class Geometry:
         sums = (self.k_parts if self.joined else 2) * self.rows * 64 * self.together
         each = self.stages * 1024 + scales + sums + self.row_blocks * 32
         return self.teams * self.warps * each + (self.x_columns // self.step * 16 * self.x_pitch if self.teams > 1 else 0)
-
-    @property
-    def first_stages(self) -> int:
-        """Of the ring, that are filled before x is asked for."""
-        return min(self.stages, FIRST_STAGES) if self.teams > 1 else self.stages
 
     @property
     def sides(self) -> int:
@@ -288,17 +279,17 @@ class Stream:
             if self.scales:
                 self.scales.begin(tile[0])
             paced = cut.tiles_ahead == 1 and self.tiles > stride  # rings that hold all are late enough
-            for step in range(cut.first_stages):
+            for step in range(cut.stages):
+                number, rest = divmod(step, cut.steps * cut.groups)
                 if paced and step > self.pace:
                     do(T.ptx.cp.async_.wait_group(self.pace))
-                self._fill(step, tile[0], stride, here, ahead)
+                with T.If(tile[0] + number * stride < self.tiles), T.Then():
+                    self._copy(step, ahead if number else here, rest)
+                do(T.ptx.cp.async_.commit_group())
             weights = self._norm_weights()
             if self.early:
                 self.early.begin(hold(T.min(self._line()[1], T.int32(cut.rows - 1)), "int32"))
             self.env.wait(release=settles)
-            self._load_x()
-            for step in range(cut.first_stages, cut.stages):
-                self._fill(step, tile[0], stride, here, ahead)
             inverse = self._prepare_x(weights)
             state = Best() if best else None
             with T.While(tile[0] < self.tiles):
@@ -333,13 +324,6 @@ class Stream:
                     self._merge_together(state)
                 with T.If(T.And(at.lane % 16 < 1, self._first(self.thread < cut.rows * 16))), T.Then():
                     state.write(best, at.block, T.floordiv(self.thread, 16))
-
-    def _fill(self, step: int, tile: Any, stride: int, here: Any, ahead: Any) -> None:
-        """Start the copies of a stage of the ring for the first time."""
-        number, rest = divmod(step, self.cut.steps * self.cut.groups)
-        with T.If(tile + number * stride < self.tiles), T.Then():
-            self._copy(step, ahead if number else here, rest)
-        do(T.ptx.cp.async_.commit_group())
 
     def _first_tile(self, block: Any) -> Any:
         """Of a team. Neighbours are one block's, unless some teams have none: then all blocks have as many, or one less."""
@@ -607,11 +591,12 @@ class Stream:
     # -- x and its norm ----------------------------------------------------------------------------------------
 
     def _prepare_x(self, weights: Any) -> Any:
-        """Leave x, times its norm's weights, where products find it.
+        """Load x, times its norm's weights, and leave it where products find it.
 
         Returns 1 / rms of the row that this thread finishes, None without a norm.
         """
         cut, norm = self.cut, self.norm
+        self._load_x()
         if norm:
             self._fold_norm(weights)
         self._order_x()
@@ -642,8 +627,8 @@ class Stream:
         return [self.fragments[(block * self.cut.x_steps + step) * self.each + i] for i in range(self.each)]
 
     def _x_word(self, step: int, word: int) -> Any:
-        """Where four of the lane's words of x lie in a row. Of what goes to shared memory, neighbouring lanes have neighbouring
-        pieces, since a piece for each lane from everywhere takes as long as four times as many bytes."""
+        """Where four of the lane's words of x lie in a row. Of what goes to shared memory, neighbouring lanes load neighbouring
+        pieces: otherwise every load takes four times as many cycles."""
         return self.word + (step * (self.cut.stride // 2) + word * (4 if self.cut.teams > 1 else 1))
 
     def _order_x(self) -> None:
