@@ -201,7 +201,7 @@ def test_warps_of_short_shares_are_parted_into_teams(name, storage, rows, expect
         ("layer.attn.o_proj", 4, 4),
         ("layer.ffn.down_proj", 5, 12),
         ("fc", 1, None),  # one row is few bytes
-        ("fc", 16, None),  # 128 threads do not finish 16 rows of 16
+        ("layer.attn.o_proj", 16, None),  # 128 threads do not finish 16 rows of 16
         ("layer.attn.q_proj", 8, None),  # the norm before it wants whole rows
         ("lm_head", 8, None),  # more tiles than teams
     ],
