@@ -15,6 +15,7 @@ from circuitgraph.kernels.cuda.architectures import ARCHITECTURES, architecture
 from circuitgraph.kernels.cuda.backend import make_backend
 from circuitgraph.kernels.cuda.block_attention import shared_bytes
 from circuitgraph.kernels.cuda.block_templates import AttendBlocks
+from circuitgraph.kernels.cuda.turned_warpgroups import TurnedTile
 from circuitgraph.kernels.cuda.warpgroup_templates import Top1Warpgroups, WarpgroupParams, sizes_of
 from circuitgraph.kernels.cuda.warpgroups import DEPTH, ROWS
 from circuitgraph.measure.shapes import SHAPES, state_storage
@@ -26,6 +27,7 @@ from tests.gpu.pack import CASES, TARGET, plans_of
 RULES = load_schedule("cuda")
 LARGE = SHAPES["dflash-qwen3-8b"]
 PARAMS = WarpgroupParams()
+PRODUCTS = ("project", "gated", "head")
 
 
 @functools.cache
@@ -117,7 +119,8 @@ def test_tiles_fit_and_cover(rows):
         assert tile.stages >= 3, "one that is read, one that is copied, and one between"
         assert tile.rows % 8 == 0
         assert tile.rows <= ROWS
-        assert (-(-plan.rows // ROWS) * tile.rows - plan.rows) < 8 * -(-plan.rows // ROWS)
+        tiles = -(-plan.rows // ROWS)
+        assert 0 <= tiles * tile.rows - plan.rows <= (tiles * tile.rows // 8 if isinstance(tile, TurnedTile) else 8 * tiles - 1)
         assert tile.stage_bytes % 1024 == 0, "a swizzled matrix begins at a multiple of 1024"
         assert columns // DEPTH >= tile.parts
         if head:
@@ -129,9 +132,36 @@ def test_tiles_fit_and_cover(rows):
             assert (blocks - 1) * each < tiles <= blocks * each, "no block without a tile"
 
 
-def test_narrow_layers_fill_the_processors():
-    """128 rows of an 8B layer: no product on less than 120 of 132 processors, and none of them twice."""
-    plan = plan_of(dflash(), 128)
+def test_x_is_the_rows_of_wgmma_where_it_has_nearly_64_or_128():
+    def turned(circuit, rows: int) -> set[bool]:
+        plan = plan_of(circuit, rows)
+        tiles = [PARAMS.tile(plan, group, head=name == "head") for name, group in groups_of(plan).items() if name in PRODUCTS]
+        return {isinstance(tile, TurnedTile) for tile in tiles}
+
+    found = {rows: turned(dflash(), rows) for rows in (32, 48, 64, 80, 96, 112, 128, 192, 208, 256)}
+    assert found == {rows: {rows in (64, 112, 128, 256)} for rows in found} | {192: {False}, 208: {False}}
+    assert turned(dflash(storage="fp8 128x128"), 64) == {False}
+    plan = plan_of(dflash(vocab_size=151939), 64)
+    assert not isinstance(PARAMS.tile(plan, groups_of(plan)["head"], head=True), TurnedTile), "columns lie in groups of eight"
+
+
+def test_turned_tiles_are_what_one_wgmma_takes():
+    """Halves of a tile, and columns that meet in a thread."""
+    for rows in (64, 128):
+        plan = plan_of(dflash(), rows)
+        for group in plan.groups:
+            if group.pattern in PRODUCTS:
+                tile, matrices = PARAMS.tile(plan, group, head=group.pattern == "head"), sizes_of(plan, group)[2]
+                assert isinstance(tile, TurnedTile)
+                assert tile.across * tile.sides == tile.weights
+                assert tile.across % (8 * matrices) == 0
+                assert tile.across <= 256
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_narrow_layers_fill_the_processors(rows):
+    """An 8B layer: no product on less than 120 of 132 processors, and none of them twice."""
+    plan = plan_of(dflash(), rows)
     for group in plan.groups:
         if group.pattern in ("project", "gated"):
             tile = PARAMS.tile(plan, group)
@@ -216,7 +246,7 @@ def test_every_weight_is_copied_once_and_before_the_wait():
     before, _, after = head.partition("griddepcontrol_wait();")
     assert "cp_async" in before
     assert "norm" not in before.partition("{")[2]
-    assert "m64n128k16" in after
+    assert "m64n192k16" in after
 
 
 def test_a_bias_is_read_within_its_columns():

@@ -261,6 +261,21 @@ CASES = (
         )
         for act in ("bf16", "f16")
     ),
+    # The same with columns of whole groups: nearly 64 or 128 rows of x are those of `wgmma`.
+    *(
+        Case(
+            f"products_turned_{act}",
+            str(OWN / "many_rows_family.yaml"),
+            {"vocab_size": 328},
+            act=act,
+            wt=act,
+            kv=act,
+            widths=(57, 64, 120, 128, 250),
+            entries=("products",),
+            program=str(OWN / "many_rows.yaml"),
+        )
+        for act in ("bf16", "f16")
+    ),
     # Experts alone: streamed with x in registers, and gathered by expert; routes of every kind; and node by node.
     Case("mixture_bf16", program=MIXTURE, switches={"shared_gate": True}, widths=MIXED, entries=("apply",)),
     Case(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,9 +33,14 @@ from .shared import (
 )
 from .stream_templates import appends_next
 from .tile_templates import refuse_scales
-from .warpgroups import DEPTH, ROWS, STAGES, Ahead, WarpgroupTile, WarpgroupTiles
+from .turned_warpgroups import GROUP, TurnedTile, TurnedWarpgroups
+from .warpgroups import DEPTH, ROWS, STAGES, UNIT, Ahead, WarpgroupTile, WarpgroupTiles
 
 MOST_PARTS = 8
+MOST_TURNED_PARTS = 4
+"""More parts of tiles that are turned were no faster: their sums are read while the next weights come."""
+HEIGHTS = range(64, 192 + 1, GROUP)
+"""Of tiles that are turned. Of 232 rows a head has fewer tiles, and was as fast."""
 JOIN = 530
 """What one launch more takes, in the same unit; the sums themselves are written, read and waited for."""
 
@@ -69,6 +75,7 @@ class WarpgroupParams:
         parts = [1] if head else [self.parts] if self.parts else range(1, MOST_PARTS + 1)
         fit = partial(self._fit, format_of(plan, group), rows=rows, available=available.shared_bytes)
         choices = [fit(units=unit, parts=part) for unit in units for part in parts]
+        choices = self._turned(plan, group, parts) or choices
 
         def time(tile: WarpgroupTile) -> float:
             """In lines of weights that a block copies, 3.75 ns on an H200. x is in L2 and counts a quarter, until there is so
@@ -81,6 +88,23 @@ class WarpgroupParams:
             return lines + (JOIN + 4 * sums) * (tile.parts > 1)
 
         return min(choices, key=time)
+
+    def _turned(self, plan: Plan, group: Group, parts: Iterable[int]) -> list[WarpgroupTile]:
+        """Tiles with x as the rows of `wgmma`, where these are nearly a whole number of 64 and columns one of 8. Masked heads
+        have none."""
+        rows = -(-tile_rows(plan) // UNIT) * UNIT
+        types, (_, _, matrices) = plan.circuit.types, sizes_of(plan, group)
+        widths = [int(types[anchor.inputs[1]].shape[0]) for anchor in group.anchors]  # type: ignore[union-attr]
+        odd = tile_rows(plan) * 8 < rows * 7 or any(width % GROUP for width in widths)
+        odd |= any(node.op == "masked_top1" for node in group.epilogue)
+        if odd or self.units or format_of(plan, group).storage is not None:
+            return []
+        step = GROUP * matrices * (ROWS // rows)
+        heights = [height for height in HEIGHTS if height % step == 0]
+        sizes = [(height, part) for height in heights for part in parts if part <= MOST_TURNED_PARTS]
+        choices = [[TurnedTile(2, rows, part, stages, height) for stages in range(self.stages, 1, -1)] for height, part in sizes]
+        available = architecture_of(plan).shared_bytes
+        return [next(tile for tile in tiles if tile.shared_bytes <= available) for tiles in choices]
 
     def _fit(self, format: Format, units: int, rows: int, parts: int, available: int) -> WarpgroupTile:
         sizes = [(units, rows, parts, stages) for stages in range(self.stages, 1, -1)]
@@ -110,6 +134,8 @@ def emit_tiles(env: Any, group: Group, tile: WarpgroupTile, projections: list[Pr
     x, format = env.words(name), format_of(env.plan, group)
     if isinstance(tile, QuantisedWarpgroupTile):
         return QuantisedWarpgroups(env, tile, x, format, projections)
+    if isinstance(tile, TurnedTile):
+        return TurnedWarpgroups(env, tile, x, format.kind, projections)
     return WarpgroupTiles(env, tile, x, format.kind, projections)
 
 

@@ -70,6 +70,11 @@ class WarpgroupTile:
         return self.units * 128
 
     @property
+    def across(self) -> int:
+        """What one `wgmma` has on its other side."""
+        return self.rows
+
+    @property
     def stage_bytes(self) -> int:
         return (self.weights + self.rows) * DEPTH * 2
 
@@ -128,7 +133,7 @@ class WarpgroupTiles:
 
     def __init__(self, env: Any, tile: WarpgroupTile, x: Any, kind: str, projections: Sequence[Projection]):
         self.env, self.tile, self.x, self.projections = env, tile, x, projections
-        self.mma = f"wgmma.mma_async.sync.aligned.m64n{tile.rows}k16.f32.{kind}.{kind}"
+        self.mma = f"wgmma.mma_async.sync.aligned.m64n{tile.across}k16.f32.{kind}.{kind}"
         self.matrices = len(projections[0].weights)
         self.width = tile.weights // self.matrices
         self.columns = sum(projection.columns for projection in projections)
@@ -341,7 +346,7 @@ class WarpgroupTiles:
     # -- the warps that multiply -------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self.each = self.tile.rows // 2
+        self.each = self.tile.across // 2
         """Sums of a thread."""
         self.sums = register("float32", self.each, "sums")
         zeros(self.sums, self.each)
@@ -458,6 +463,9 @@ class WarpgroupTiles:
         for (_, row, _, sums), (nearest, factors, ahead) in zip(elements, found, strict=True):
             totals = [hold(total if factor is None else total * factor) for total, factor in zip(sums, factors, strict=True)]
             made.append(projection.finish.finish(row, nearest, totals, ahead))
+        self._store_all(elements, made)
+
+    def _store_all(self, elements: list[Any], made: list[list[tuple[Any, Any]]]) -> None:
         for (visible, row, column, _), values in zip(elements, made, strict=True):
             with T.If(T.bool(True) if visible is None else visible > 0), T.Then():
                 for target, value in values:
