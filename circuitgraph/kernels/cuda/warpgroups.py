@@ -34,6 +34,9 @@ OVERLAPPED = 64
 """Rows of x in a tile up to which a stage's products go on while the next ones begin. Of more, few stages fit the ring."""
 STAGES = 12
 """Of the ring, at most."""
+PACE = 40 * 1024
+"""Bytes of weights that are on their way when a block asks for a further stage, before it waits: enough to keep the memory busy.
+More would be in the way of the kernel before, of x, and of all that small kernels read."""
 COPIERS = 4
 """Warps that copy: two weights, two x."""
 LINES = 8
@@ -214,7 +217,9 @@ class WarpgroupTiles:
         with T.If(T.And(self.copier >= 0, self.copier < 2)), T.Then():
             self._find_weights()
             with T.serial(0, tile.stages), T.If(self.place[0] < stop), T.Then():
+                do(T.ptx.cp.async_.wait_group(max(1, PACE // (tile.weights * DEPTH * 2))))
                 self._copy_weights()
+                do(T.ptx.cp.async_.commit_group())
         self.env.wait(release=self.settles)
         with T.If(self.copier >= 0):
             with T.Then(), T.If(self.copier < 2):
