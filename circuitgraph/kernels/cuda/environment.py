@@ -144,7 +144,8 @@ class CudaEnvironment:
 
     def wait(self, *, release: bool = False) -> None:
         """Memory of earlier kernels is complete from here on. Weights, tables and what is `steady` may be read before;
-        cache rows that are not this call's, too, once the program is `settled` (see `Query.fresh`).
+        cache rows that are not this call's, too, once the program is `settled` (see `Query.fresh`), and what the kernel before
+        has fenced before it let this one start (the list of experts).
 
         release: of a `fence`; only now may the next kernel start. So whatever starts after it may rely on all before it: the
             program is `settled`.

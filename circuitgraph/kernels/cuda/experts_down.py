@@ -124,7 +124,7 @@ class Down:
         return Cursor(self, "place", "step"), Cursor(self, "ahead_place", "ahead_step")
 
     def _begin(self, addresses: Any) -> None:
-        """Fill the ring: the shared expert's weights before all that the kernel waits for."""
+        """Fill the ring before the wait, the shared expert's weights before the list is there."""
         cut, at = self.cut, self.at
         self._ask_for_list()
         for stage in range(cut.stages if self.shared_units else 0):

@@ -80,7 +80,7 @@ class EarlyDown(Down):
         return _Walk(self, "place", "step"), _Walk(self, "ahead_place", "ahead_step")
 
     def _begin(self, addresses: Any) -> None:
-        """Fill the ring: the shared expert's weights before all that the kernel waits for."""
+        """Fill the ring before the wait, the shared expert's weights before the list is there."""
         sizes, cut, at = self.sizes, self.cut, self.at
         self._ask_for_list()
         self.x = register("uint32", sizes.row_blocks * cut.together * sizes.step // 8, "x")

@@ -24,7 +24,7 @@ AHEAD = 2
 
 
 class JoinedStream(Stream):
-    """One launch, as `Stream`: projections of 2 to 8 rows, without a norm."""
+    """One launch, as `Stream`: projections of up to 8 rows, without a norm."""
 
     def emit(self, *, settles: bool = False, **_: Any) -> None:
         cut, warps = self.cut, self.cut.teams * self.cut.warps

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class BlockScales(Protocol):
-    """What a stream asks for, in this order: `begin`, then in every tile `fetch`, `of_step` for its steps, `turn`."""
+    """What a stream asks for, in this order: `begin`, then in every tile `fetch`, `of_step` for its steps, `turn`; where a team
+    has one tile, `begin` and `of_step` alone."""
 
     def begin(self, tile: Any) -> None:
         """Fetch those of the first tile."""

@@ -53,7 +53,8 @@ JOINED_ROWS = range(3, 9)
 class StreamParams:
     """warps: of a block; stages: of the ring, about; k_parts: parts of the columns over blocks, 0 for the fewest that fit;
     registers: of a thread for x; fold_norm: apply an RMSNorm inside instead of in a launch of its own; teams: that the warps are
-    parted into at most where weights have four bits; pace: stages that are under way at most while a ring is filled."""
+    parted into at most where weights have four bits; pace: stages that are under way at most while a ring is filled,
+    but for pairs of blocks (`joined_stream`)."""
 
     warps: int = within(16, 1, 16)
     stages: int = within(8, 4, 16)
@@ -90,7 +91,8 @@ def cut_of(plan: Plan, group: Group, params: StreamParams) -> Geometry | str:
     cuts = [cut(warps, n) for warps, stages in tried for n in range(min(stages, 16), 3, -1)]
     found = [one for one in cuts if isinstance(one, Geometry)]
     if format.name in FOUR_BIT and params.k_parts < 2:
-        found = [*joined(plan, group, columns, params, work, format), *parted(plan.rows, columns, params, work, format), *found]
+        pairs = [] if params.k_parts else joined(plan, group, columns, params, work, format)
+        found = [*pairs, *parted(plan.rows, columns, params, work, format), *found]
     sizes = [one for some in found for one in shared_together(some, 16 // len(anchors[0]))]
     sizes = [one for one in sizes if one.shared_bytes <= ARCHITECTURES[DEFAULT].shared_bytes]
     return fitting(plan, sizes, lambda one: one.shared_bytes) if sizes else str(cuts[0])

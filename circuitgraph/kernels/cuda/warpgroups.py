@@ -390,7 +390,7 @@ class WarpgroupTiles:
             a, b = (matrix + T.uint64(step * 32 // 16) for matrix in matrices)
             do(T.ptx[self.mma](*sums, a, b, T.bool(True), 1, 1, 0, 0))
         do(T.ptx.wgmma.commit_group.sync.aligned())
-        if self.tile.rows > OVERLAPPED:  # three warpgroups fill each other's gaps, and the slot is filled again sooner
+        if self.tile.rows > OVERLAPPED:  # warpgroups fill each other's gaps, and the slot is filled again sooner
             do(T.ptx.wgmma.wait_group.sync.aligned(0))
             put(self.read, self.slot[0])
             self._free()
