@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +18,9 @@ from circuitgraph.ops import DTYPE_NAMES, TORCH_DTYPES
 from . import own_ids
 from .arguments import device_of, of_kind, shown, whole
 from .rope import RopeSpec, rope_tables
+
+if TYPE_CHECKING:
+    from circuitgraph.checkpoint.config import RawConfig
 
 MOST_POSITIONS = 1 << 26
 """Rows of RoPE tables: beyond all models by far, and still some gigabytes."""
@@ -191,35 +195,46 @@ def _check_config(model: Path, digest: str, what: str) -> None:
 def _ties(target: Path | None) -> bool | None:
     """Whether the target's lm_head is its embedding: what compiling would have asked, had it been given this folder. A stray
     lm_head in the file is none then. None where no config says."""
-    folder = target if target is None or target.is_dir() else target.parent
-    if folder is None or not (folder / "config.json").is_file():
+    config = _config_of(target) if target is not None else None
+    if config is None:
         return None
-    from circuitgraph.checkpoint.config import read_raw, ties
+    from circuitgraph.checkpoint.config import ties
 
-    return ties(read_raw(folder))
+    return ties(config)
+
+
+def _config_of(target: Path) -> RawConfig | None:
+    """The config in the target's folder, or beside its file; None where there is none."""
+    folder = target if target.is_dir() else target.parent
+    if not (folder / "config.json").is_file():
+        return None
+    from circuitgraph.checkpoint.config import read_raw
+
+    return read_raw(folder)
 
 
 def _check_lender(target: Path, program: str, specs: Mapping[str, WeightSpec]) -> None:
     """A target that compiling has not seen lends weights that mean what its model makes of them.
 
     Raises:
-        CheckpointError: something else lies in their modules (a bias of lm_head, a scale of its input), or its activations
-            are transformed.
+        CheckpointError: something else lies in their modules (a bias of lm_head, a scale of its input), their numbers are in
+            no format that is read, or its activations are transformed.
     """
     if not specs:
         return
-    from circuitgraph.checkpoint.config import check_quantisation, read_raw
+    from circuitgraph.checkpoint.config import check_quantisation, scale_block
     from circuitgraph.checkpoint.files import TensorFiles
-    from circuitgraph.checkpoint.stored import read_stored, strays
+    from circuitgraph.checkpoint.stored import FP8_BLOCK, read_stored, strays
 
-    folder = target if target.is_dir() else target.parent
-    if (folder / "config.json").is_file():
-        check_quantisation(read_raw(folder))
+    config, block = _config_of(target), None
+    if config is not None:
+        check_quantisation(config)
+        block = scale_block(config)
     files, faults = TensorFiles.open(target), []
     hint = f"The target computes something else than program '{program}' would."
     for name, spec in specs.items():
         if spec.tensor in files:
-            read_stored(files, spec.tensor)
+            read_stored(files, spec.tensor, block or FP8_BLOCK)
         for other in strays(files, [spec.tensor, *(spec.either or ())]):
             faults.append(Fault(f"belongs to '{name}', and no program uses it", str(target), other, hint=hint))
     if faults:

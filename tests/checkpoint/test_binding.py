@@ -643,6 +643,13 @@ def test_a_target_of_another_type_at_load_is_refused_with_a_remedy() -> None:
     save_file({name: tensor.half() for name, tensor in tensors.items()}, target / "model.safetensors")
     message = refusal(lambda: bind_weights(artifact, model=model, target_model=target))
     assert "expected bf16[512, 64] ('lm_head'); got f16[512, 64]. Compile with this folder as target_model=" in message
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
+    save_file({**tensors, "lm_head.weight_scale_inv": torch.ones(16, 2)}, target / "model.safetensors")
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "quantization_config": {"weight_block_size": [32, 32]}}))
+    message = refusal(lambda: bind_weights(artifact, model=model, target_model=target))
+    assert "got F8_E4M3[512, 64]. Compile with this folder as target_model=" in message
+    assert bind("auto", model=model, target_model=target).tensors["lm_head"].packed is not None
 
 
 @pytest.mark.parametrize("tied", [False, True])
