@@ -28,14 +28,22 @@ def check_artifact(path: str | Path) -> None:
 def check_model(path: str | Path | None) -> None:
     """Raises CheckpointError for a drafter's folder, or config.json, that is not there; None is left out."""
     if path is not None and not Path(path).exists():
-        hint = "Give a model folder, or the path of a config.json."
+        hint = f"Give a model folder, or the path of a config.json.{_no_hub(path)}"
         raise CheckpointError(Fault("the path does not exist", where=str(path), hint=hint))
 
 
 def check_target(path: str | Path | None) -> None:
     """Raises CheckpointError for a target's folder that is not there; None is left out."""
     if path is not None and not Path(path).exists():
-        raise CheckpointError(Fault("the path does not exist", where=str(path), hint="Give the target model's folder."))
+        hint = f"Give the target model's folder.{_no_hub(path)}"
+        raise CheckpointError(Fault("the path does not exist", where=str(path), hint=hint))
+
+
+def _no_hub(path: str | Path) -> str:
+    """What to add to a hint where a path that does not exist looks like Hugging Face's name of a model."""
+    owner, *rest = Path(path).parts
+    looks = len(rest) == 1 and Path(path).suffix != ".json" and owner not in ("/", "~") and not Path(owner).exists()
+    return f" A model of the Hugging Face hub has to be downloaded first: `hf download {path}`." if looks else ""
 
 
 def blocked(path: str | Path) -> Path | None:

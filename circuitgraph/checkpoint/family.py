@@ -489,19 +489,22 @@ def _layers(config: ModelConfig, said: ItemsDecl) -> tuple[list[int] | None, lis
         return None, [_wrong_kind(config, key, "a list of whole numbers", items) for key, items in wrong.items()]
     if not lists:
         return None, []
+    where, shown = config.raw.file, {key: repr(items) for key, items in lists.items()}
     for key in (key for key in _listed(said.outputs) if key in lists):
-        if lists[key][:1] == [0]:  # a list of what enters layers that begins with 1 means outputs (`Runner.hidden_layer_ids`)
-            return None, [Fault("the list names no layers of the target", config.raw.file, key, "1 or more", repr(lists[key]))]
+        if lists[key][:1] == [0]:
+            hint = "What enters the layer after it is 1, and a list that begins with 1 means outputs (`hidden_layer_ids`)."
+            message = "the list begins with the output of the first layer, which programs cannot be told"
+            return None, [Fault(message, where, key, "1 or more first", shown[key], hint)]
         lists[key] = [item + 1 for item in lists[key]]
+        shown[key] += f" of outputs, which is {lists[key]}"
     (first, items), *others = lists.items()
-    where = config.raw.file
     for key, other in others:
         if other != items:
             hint = "Remove the one that is out of date."
-            return None, [Fault("the config gives two lists", where, key, f"{items} as in {first}", repr(other), hint)]
+            return None, [Fault("the config gives two lists", where, key, f"{shown[first]} as in {first}", shown[key], hint)]
     if said.exactly is not None and len(items) != said.exactly:
         expected = f"{said.exactly} layers, whose hiddens the program takes"
-        return items, [Fault("the list has another length", where, first, expected, repr(items))]
+        return items, [Fault("the list has another length", where, first, expected, shown[first])]
     count = config.find(said.layers) if said.layers else None
     return items, _beyond(config, said, items, count if type(count) is int else None, f"as {said.layers} is {count}")
 
@@ -515,8 +518,10 @@ def _beyond(config: ModelConfig, said: ItemsDecl, items: list[int], count: int |
     if all(item >= 0 and (count is None or item <= count + said.last) for item in items):
         return []
     subject = next(key for key in said.keys if config.find(key) is not None)
-    expected = "0 or more" if count is None else f"0 to {count + said.last}, {why}"
-    return [Fault("the list names no layers of the target", config.raw.file, subject, expected, repr(items))]
+    less = 1 if subject in _listed(said.outputs) else 0  # shown as the file counts
+    expected = "0 or more" if count is None else f"0 to {count + said.last - less}, {why}"
+    got = repr([item - less for item in items])
+    return [Fault("the list names no layers of the target", config.raw.file, subject, expected, got)]
 
 
 def layers_found(pattern: str, names: frozenset[str]) -> list[int]:

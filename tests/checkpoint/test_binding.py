@@ -467,6 +467,14 @@ def test_paths_and_names() -> None:
     assert refusal(lambda: bind("auto", model="nowhere")) == (
         "nowhere: the path does not exist. Give a model folder, or the path of a config.json."
     )
+    assert refusal(lambda: bind("auto", model="Qwen/Qwen3-8B")) == (
+        "Qwen/Qwen3-8B: the path does not exist. Give a model folder, or the path of a config.json. "
+        "A model of the Hugging Face hub has to be downloaded first: `hf download Qwen/Qwen3-8B`."
+    )
+    for path in ("/nowhere", "~/nowhere", "m/config.json", str(FIXTURES / "nowhere"), f"{Path.cwd()}/nowhere"):
+        assert "hub" not in refusal(lambda path=path: bind("auto", model=path))
+    shutil.copytree(FIXTURES / "mimo_mtp", "models/mimo")
+    assert "hub" not in refusal(lambda: bind("auto", model="models/nemo"))
     assert refusal(lambda: bind("mtp_dens", model=FIXTURES / "mimo_mtp"), ProgramError) == (
         "no program 'mtp_dens'. Did you mean 'mtp_dense'? Or give the path of a .yaml file."
     )
@@ -606,6 +614,12 @@ def test_layers_that_the_given_target_has_not(name: str) -> None:
     message = refusal(lambda: bind("auto", model=model, target_model="m/target"))
     highest = 8 if name == "eagle3_llama" else 7
     assert f"the list names no layers of the target; expected 0 to {highest}, which m/target/config.json has 8 of" in message
+    if name == "eagle3_llama":
+        config = json.loads(Path("m/config.json").read_text())
+        Path("m/config.json").write_text(json.dumps({**config, "eagle_config": {}, "aux_hidden_states_layer_ids": [1, 2, 8]}))
+        message = refusal(lambda: bind("auto", model=model, target_model="m/target"))
+        assert "aux_hidden_states_layer_ids: the list names no layers of the target; expected 0 to 7, which" in message
+        assert "got [1, 2, 8]" in message
 
 
 @pytest.mark.parametrize("stray", [False, True])
@@ -740,11 +754,19 @@ def test_layers_of_an_eagle3_head_that_are_counted_as_outputs(config: dict, want
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"aux_hidden_states_layer_ids": [0, 5, 9]}, "aux_hidden_states_layer_ids: the list names no layers of the target"),
-        ({"aux_hidden_states_layer_ids": [2, 5]}, "aux_hidden_states_layer_ids: the list has another length"),
+        (
+            {"aux_hidden_states_layer_ids": [0, 5, 9]},
+            "aux_hidden_states_layer_ids: the list begins with the output of the first layer, which programs cannot be told",
+        ),
+        (
+            {"aux_hidden_states_layer_ids": [2, 5]},
+            "aux_hidden_states_layer_ids: the list has another length; expected 3 layers, whose hiddens the program takes; "
+            "got [2, 5] of outputs, which is [3, 6]",
+        ),
         (
             {"aux_hidden_states_layer_ids": [2, 5, 9], "eagle_aux_hidden_state_layer_ids": [2, 5, 9]},
-            "aux_hidden_states_layer_ids: the config gives two lists",
+            "aux_hidden_states_layer_ids: the config gives two lists; expected [2, 5, 9] as in eagle_aux_hidden_state_layer_ids; "
+            "got [2, 5, 9] of outputs, which is [3, 6, 10]",
         ),
     ],
 )
