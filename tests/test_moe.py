@@ -124,6 +124,21 @@ def test_damaged_experts_are_refused(change, message: str, tmp_path: Path) -> No
         bind("auto", model=damaged(tmp_path / "m", change))
 
 
+@pytest.mark.parametrize("name", ["glm4_moe_mtp", "deepseek_v3_mtp"])
+@pytest.mark.parametrize("wt", ["bf16", "f16"])
+def test_the_correction_is_not_rounded(name: str, wt: str) -> None:
+    """Models keep it in fp32: near-ties between experts are closer than what bf16 rounds it by."""
+    bound = bind("auto", model=FIXTURES / name, wt=wt)
+    types = {weight.name: weight.type.dtype for weight in bound.circuit.weights}
+    assert types.pop("layer.ffn.correction") == "f32"
+    assert set(types.values()) == {wt}
+    (row,) = (row for row in bound.report if row.weight == "layer.ffn.correction")
+    assert row.reason == "kept in its own type"
+    correction = bound.load_weights(positions=4)["layer.ffn.correction"]
+    assert not torch.equal(correction, correction.bfloat16().float())
+    assert torch.equal(correction, bind("auto", model=FIXTURES / name).load_weights(positions=4)["layer.ffn.correction"])
+
+
 def test_the_correction_chooses_and_does_not_weigh(tmp_path: Path) -> None:
     """A correction of 100 for all changes nothing; one for a single expert changes the choice."""
     bias = "model.layers.2.mlp.gate.e_score_correction_bias"

@@ -252,7 +252,8 @@ class Account:
         if stored.packed is not None:
             self.types[weight] = str(stored.info)
         elif self.convert is not None and self.convert != dtype and dtype in FLOAT_DTYPES:
-            notes.append(f"converted to {self.convert} when it is loaded")
+            kept = weight in self.family.file.unrounded
+            notes.append("kept in its own type" if kept else f"converted to {self.convert} when it is loaded")
         if notes:
             self.notes[weight] = "; ".join(notes)
 

@@ -230,8 +230,8 @@ def bind(
         family: a shipped name or a family file; left out, the config decides.
         switches: over the family's.
         act, kv: dtypes of activations and cache; None is that of the weights for activations (`wt`, or what most numbers of
-            the checkpoint are), and that of the activations for the cache. wt: convert all weights to it; left out, each
-            keeps its own (random ones are bf16).
+            the checkpoint are), and that of the activations for the cache. wt: convert all weights to it, but for those that
+            the family says are not rounded; left out, each keeps its own (random ones are bf16).
         host_dtype: of weights that the host hands over, when `wt` does not say.
         keep_packed: weights that the checkpoint has quantised stay so in the circuit (`Circuit.storage`), for kernels that
             read them; else they are dequantised when they are loaded. A storage that the program itself states stays.
@@ -258,7 +258,7 @@ def bind(
     _check_map(circuit, refs, opened, config)
     _check_marks(chosen, refs, opened)
     act = act or wt or _most_common(refs.values())
-    own = {name: ref.dtype for name, ref in refs.items()} if wt is None else {}
+    own = {name: ref.dtype for name, ref in refs.items() if wt is None or name in chosen.file.unrounded}
     bindings = replace(bindings, act=act, kv=kv or act, weight_dtypes=own)
     circuit = resolve(loaded, bindings)
     rope = {table.name: config.rope for table in circuit.tables if table.kind == "rope" and config.rope is not None}

@@ -120,6 +120,7 @@ class FamilyFile(_Strict):
     layer: LayerDecl | None = None
     prefixes: list[str] = Field(min_length=1)
     tensors: dict[str, str | list[str]]
+    unrounded: list[str] = Field(default_factory=list)
     borrowed: dict[str, BorrowedDecl] = Field(default_factory=dict)
     waived: list[WaivedDecl] = Field(default_factory=list)
     marks: dict[str, str] = Field(default_factory=dict)
@@ -369,6 +370,9 @@ def _contradictions(family: Family) -> list[Fault]:
         if decl.switch not in file.switches:
             hint = did_you_mean(decl.switch, file.switches)
             faults.append(Fault(f"'{decl.switch}' decides", where, key, "one of 'switches'", "none of that name", hint))
+    for name in (name for name in file.unrounded if not family.candidates(name)):
+        where, hint = places["unrounded",], did_you_mean(name, file.tensors)
+        faults.append(Fault(f"'{name}' is not rounded", where, None, "one of 'tensors'", "none of that name", hint))
     for name, decl in file.switches.items():
         if isinstance(decl, ConfigSwitch) and decl.equal is not None and None in (decl.tensor, decl.held, decl.absent):
             where, expected = places["switches", name], "'tensor', 'held' and 'absent' beside 'equal'"

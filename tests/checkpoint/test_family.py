@@ -85,6 +85,11 @@ def test_refusals(old: str, new: str, message: str) -> None:
     [
         (
             "switches:\n",
+            "unrounded: [fcc]\nswitches:\n",
+            "'fcc' is not rounded; expected one of 'tensors'; got none of that name. Did you mean 'fc'?",
+        ),
+        (
+            "switches:\n",
             "ambiguous: {odd: {switch: concat, meanings: two}}\nswitches:\n",
             "'odd' is ambiguous; expected a setting of 'supports'; got none there",
         ),
