@@ -244,6 +244,7 @@ def bind(
     chosen = load_family(family) if family is not None else recognise(opened.config, _program_name(wanted))
     loaded = load_program(wanted or chosen.file.program)
     opened = _with_target(opened, chosen, target_model)
+    chosen.check_likeness(opened)
     chosen.check_beside(opened)
     config = chosen.read_config(chosen.own_config(opened), attention=_attends(loaded), told=switches or ())
     config = chosen.counted(config, opened.tensors)

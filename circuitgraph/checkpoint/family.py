@@ -108,6 +108,7 @@ class FamilyFile(_Strict):
     default: bool = False
     stored: Literal["in_target", "alone"]
     recognise: list[dict[str, list[ConfigValue] | Literal["present", "absent"]]] = Field(min_length=1)
+    unlike: dict[str, str] = Field(default_factory=dict)
     sections: list[str] = Field(default_factory=lambda: [""], min_length=1)
     sizes: Literal["own", "target"] = "own"
     counts: dict[str, str] = Field(default_factory=dict)
@@ -313,6 +314,13 @@ class Family:
         if reader.faults:
             raise CheckpointError(reader.faults)
         return RawConfig({**own.data, **sizes}, own.file)
+
+    def check_likeness(self, model: Model) -> None:
+        """Raises CheckpointError for a tensor that files of another family have, whose config looks like one of this family."""
+        found = ((name, other) for name, other in self.file.unlike.items() if model.tensors is not None and name in model.tensors)
+        for name, other in found:
+            message = f"is of family '{other}', and the config looks like one of family '{self.name}'"
+            raise CheckpointError(Fault(message, str(model.path), name, hint=f"Say family='{other}' (--family)."))
 
     def check_beside(self, model: Model) -> None:
         """Raises CheckpointError for files beside the weights that change what they mean, and that nothing here reads."""

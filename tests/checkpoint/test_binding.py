@@ -737,6 +737,22 @@ def test_an_eagle3_head_may_score_all_tokens_of_the_target(config: dict) -> None
     assert load_circuit("eagle3", config="m/config.json").facts == bound.circuit.facts  # what `show` makes of the config alone
 
 
+@pytest.mark.parametrize("first", ["midlayer", "layers.0"])
+def test_an_eagle3_head_whose_config_looks_like_eagle1(first: str) -> None:
+    def every_token(tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = torch.zeros(512, 64, dtype=torch.bfloat16)
+        del tensors["d2t"], tensors["t2d"]
+        for name in [name for name in tensors if name.startswith("midlayer.")]:
+            tensors[name.replace("midlayer", first)] = tensors.pop(name)
+
+    model = edited("eagle3_llama", every_token, {"draft_vocab_size": None, "architectures": ["LlamaForCausalLM"]})
+    assert refusal(lambda: bind("auto", model=model)) == (
+        f"m: {first}.hidden_norm.weight: is of family 'eagle3_llama', and the config looks like one of family 'eagle1_llama'. "
+        "Say family='eagle3_llama' (--family)."
+    )
+    assert bind("auto", model=model, family="eagle3_llama").program == "eagle3"
+
+
 @pytest.mark.parametrize(
     ("config", "want"),
     [
