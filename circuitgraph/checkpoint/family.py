@@ -114,6 +114,7 @@ class FamilyFile(_Strict):
     counts: dict[str, str] = Field(default_factory=dict)
     values: dict[str, StrictInt | float | StrictStr | ItemsDecl | CountDecl] = Field(default_factory=dict)
     required: list[str] = Field(default_factory=list)
+    same: dict[str, str] = Field(default_factory=dict)
     target: str | None = None
     supports: dict[str, list[ConfigValue] | Literal["absent"]] = Field(default_factory=dict)
     ambiguous: dict[str, AmbiguousDecl] = Field(default_factory=dict)
@@ -152,7 +153,7 @@ class Family:
         defaults = {key: said for key, said in self.file.values.items() if isinstance(said, int | float)}
         config = read_config(raw, self.file.sections, defaults=defaults, required=self.file.required, attention=attention)
         check_quantisation(raw)
-        faults = self._unsupported(config, told)
+        faults = [*self._unsupported(config, told), *self._told_apart(config)]
         window = None if faults or not attention else self._window(config)
         if faults or window is not None:
             raise CheckpointError([*faults, *([window] if window else [])])
@@ -175,6 +176,16 @@ class Family:
                 message = "the setting means several things"
                 hint = f"Say by the switch '{unclear.switch}' (--set) which one it is here: {unclear.meanings}."
             faults.append(Fault(message, config.raw.file, key, expected, repr(value), hint))
+        return faults
+
+    def _told_apart(self, config: ModelConfig) -> list[Fault]:
+        """A fault for each key that is read in one place, and that another place says otherwise."""
+        faults = []
+        for key, place in self.file.same.items():
+            value, other = config.find(key), config.find(place)
+            if None not in (value, other) and value != other:
+                expected, hint = f"{value!r} as in {key}", "Remove the one that is out of date."
+                faults.append(Fault("the config gives two values", config.raw.file, place, expected, repr(other), hint))
         return faults
 
     def _values(self, config: ModelConfig) -> dict[str, Any]:

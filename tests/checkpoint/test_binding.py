@@ -813,6 +813,31 @@ def test_settings_that_reference_code_reads_are_not_ignored(name: str, config: d
     assert "does not model this setting" in refusal(lambda: bind("auto", model=edited(name, config=config)))
 
 
+BLOCK = {"mask_token_id": 508, "target_layer_ids": [1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "expected"),
+    [
+        ({"block_size": 4, "dflash_config": {**BLOCK, "block_size": 8}}, "dflash_config.block_size", "4 as in block_size; got 8"),
+        ({"mask_token_id": 7, "dflash_config": BLOCK}, "mask_token_id", "508 as in dflash_config.mask_token_id; got 7"),
+        (
+            {"target_layer_ids": [1, 2, 4], "dflash_config": BLOCK},
+            "target_layer_ids",
+            "[1, 2, 3] as in dflash_config.target_layer_ids; got [1, 2, 4]",
+        ),
+    ],
+)
+def test_what_a_block_is_made_of_is_told_alike_in_both_places(config: dict, key: str, expected: str) -> None:
+    assert f"m/config.json: {key}: the config gives two values; expected {expected}. Remove" in refusal(
+        lambda: bind("auto", model=edited("dflash_qwen3", config=config))
+    )
+    alike = {**BLOCK, "block_size": 4, "dflash_config": {**BLOCK, "block_size": 4}}
+    data = json.loads(Path("m/config.json").read_text())
+    Path("m/config.json").write_text(json.dumps({**data, **alike}))
+    assert bind("auto", model="m").family == "dflash_qwen3"
+
+
 def test_a_file_beside_the_weights_that_changes_what_they_mean() -> None:
     model = edited("dflash_qwen3")
     torch.save({"embedding": torch.zeros(64)}, "m/mask_embedding.pt")
