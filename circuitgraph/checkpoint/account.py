@@ -11,9 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from ..circuit.ir import Circuit, Weight
 from ..circuit.types import FLOAT_DTYPES
 from ..errors import CheckpointError, Fault, did_you_mean
+from ..ops.base import DTYPE_NAMES
 from .config import ModelConfig, scale_block, ties
 from .family import Family, filled, layers_found
 from .files import STACKED, TensorFiles
@@ -31,6 +34,9 @@ from .stored import (
     read_table,
     strays,
 )
+
+COMPARED_ROWS = 256
+"""Of a copy of embedding or lm_head: one that was trained on its own differs in every row, and reading all takes seconds."""
 
 NARROW = "It is made for a target of another size than its own (target_hidden_size), which no program models."
 
@@ -305,7 +311,7 @@ class Account:
             if reason is None:
                 unused.setdefault(_EXPERT.sub(f".experts.{STACKED}.", name), []).append(name)
             else:
-                rows.append(ReportRow(name, "waived", "", "drafter", self._glance(name), reason))
+                rows.append(ReportRow(name, "waived", "", "drafter", self._glance(name), reason + self._difference(name)))
         for stack, (first, *others) in unused.items():  # what hundreds of experts have is told once
             message = f"no weight of the program uses {'these tensors' if others else 'this tensor'}"
             subject, got = (stack, f"{len(others) + 1} of them") if others else (first, None)
@@ -317,6 +323,29 @@ class Account:
         if tensor.rpartition(".")[2] in CACHE_SCALES:
             return "a scale for a quantised cache; the cache here is not quantised"
         return next((reason for reason in map(self.family.waiver, (tensor, *owners(tensor))) if reason), None)
+
+    def _difference(self, tensor: str) -> str:
+        """What the report adds for a copy that is none: some rows are compared with the tensor that is used. Nothing where that
+        cannot be read as it is, or where the shard of either is absent."""
+        ref = self.refs.get(self.family.copied(tensor) or "")
+        if ref is None or ref.file is None or ref.packed is not None:
+            return ""
+        lender = self.model.target if ref.source == "target" else self.model
+        assert lender is not None
+        assert lender.tensors is not None
+        assert self.model.tensors is not None
+        try:
+            copy, used = self.model.tensors.load([tensor])[tensor], lender.tensors.load([ref.name])[ref.name]
+        except CheckpointError:
+            return ""
+        if DTYPE_NAMES.get(copy.dtype) not in FLOAT_DTYPES:
+            return ""
+        if copy.shape == used.shape:
+            rows = torch.linspace(0, len(used) - 1, min(len(used), COMPARED_ROWS)).long()
+            copy, used = copy[rows], used[rows]
+            if torch.equal(copy, used.to(copy.dtype)) or torch.equal(copy.to(used.dtype), used):
+                return ""
+        return f", and differs from '{ref.name}'"
 
     def _glance(self, tensor: str) -> str:
         """The type of a tensor that nobody needs: no shard is opened for it, and none has to be there."""

@@ -87,10 +87,11 @@ class BorrowedDecl(_Strict):
 
 
 class WaivedDecl(_Strict):
-    """Tensors that no program uses, and why that is right."""
+    """Tensors that no program uses, and why that is right. copy_of: the borrowed weight that is used in their place."""
 
     pattern: str
     reason: str
+    copy_of: str | None = None
 
 
 class AmbiguousDecl(_Strict):
@@ -353,6 +354,10 @@ class Family:
     def waiver(self, tensor: str) -> str | None:
         """Why `tensor` may stay unused, None where it may not."""
         return next((item.reason for item in self.file.waived if _matches(item.pattern, tensor)), None)
+
+    def copied(self, tensor: str) -> str | None:
+        """The weight that `tensor` is said to be a copy of, None where it is none."""
+        return next((item.copy_of for item in self.file.waived if item.copy_of and _matches(item.pattern, tensor)), None)
 
 
 def shipped_families() -> dict[str, Path]:

@@ -128,8 +128,27 @@ def test_waived_tensors_are_reported_with_the_reason() -> None:
     bound = bind("auto", model=model)
     assert bound.tensors["lm_head"].source == "target"
     assert [(row.tensor, row.reason) for row in bound.report if row.status == "waived"] == [
-        ("lm_head.weight", "a copy of the target's lm_head, which is used instead")
+        ("lm_head.weight", "a copy of the target's lm_head, which is used instead, and differs from 'lm_head.weight'")
     ]
+
+
+@pytest.mark.parametrize("change", ["none", "wider", "one row", "shape", "quantised", "absent"])
+def test_a_copy_that_is_none_is_reported(change: str) -> None:
+    model = edited("qwen3_dense_mtp")
+    copy = load_file("m/target/model.safetensors")["model.embed_tokens.weight"]
+    if change == "one row":
+        copy[-1] += 1
+    changed = {"wider": copy.float(), "shape": copy[:100], "quantised": copy.to(torch.float8_e4m3fn)}.get(change, copy)
+    whole = load_file("m/model.safetensors")
+    if change == "absent":
+        Path("m/model.safetensors").rename("m/model-1.safetensors")
+        names = {**dict.fromkeys(whole, "model-1.safetensors"), "embed_tokens.weight": "model-2.safetensors"}
+        Path("m/model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    else:
+        save_file({**whole, "embed_tokens.weight": changed.contiguous()}, "m/model.safetensors")
+    (row,) = (row for row in bind("auto", model=model).report if row.status == "waived")
+    told = row.reason.removeprefix("a copy of the target's embedding, which is used instead")
+    assert told == (", and differs from 'model.embed_tokens.weight'" if change in ("one row", "shape") else "")
 
 
 def test_the_digest_is_of_what_the_drafter_depends_on() -> None:
