@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 Observer = Callable[[str, int, int], None]
 
 OURS = "circuitgraph"
-SERVED: dict[str, tuple[str, ...]] = dict.fromkeys(
-    ("context", "draft", "draft_masked", "logits"), ("token", "hidden", "position")
-)
-"""Entries of chains without first steps of their own, which a server calls by methods of the same names, and what it gives."""
+SERVED = frozenset({"context", "draft", "draft_masked", "logits"})
+"""Entries of chains without first steps of their own, which a server calls by methods of the same names."""
+
+GIVEN = ("token", "hidden", "position")
+"""What it gives them."""
 
 MIN_ROUNDS = 7
 BLOCK_SIZE = 16
@@ -229,11 +230,10 @@ def _case(runner: CompiledRunner, function: Function, context: int) -> Case:
 
 def _our_call(runner: CompiledRunner, entry: str, case: Case) -> Callable[[], object]:
     """The runner's method of the entry's name; what those methods are made of where programs are no such chain."""
-    known = {item.name for item in runner.circuit.inputs}
-    if not known.issuperset(SERVED.get(entry, ("",))):
+    if entry not in SERVED or not {item.name for item in runner.circuit.inputs}.issuperset(GIVEN):
         return lambda: runner._run(entry, case.inputs, case.caches)
     method = getattr(runner, entry)
-    arguments = [*(case.inputs[name] for name in SERVED[entry]), case.caches]
+    arguments = [*(case.inputs[name] for name in GIVEN), case.caches]
     if entry == "draft_masked":
         arguments.append(case.inputs["allowed"])
     return lambda: method(*arguments)
