@@ -702,8 +702,12 @@ def test_what_a_target_lends_at_load_is_looked_at_as_when_compiling(tied: bool) 
         assert message in refusal(lambda: bind("auto", model=model, target_model=target))
     save_file(whole, target / "model.safetensors")
     bind_weights(artifact, model=model, target_model=target)
-    quantisation = {"quantization_config": {"transform_config": {"config_groups": {"R1": {}}}}}
-    (target / "config.json").write_text(json.dumps({**config, **quantisation}))
+    for groups in ({}, {"config_groups": {}}, {"config_groups": {"R1": {}}}):
+        quantisation = {"quantization_config": {"transform_config": groups}}
+        (target / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied, **quantisation}))
+        if not groups.get("config_groups"):
+            bind_weights(artifact, model=model, target_model=target)
+            bind("auto", model=model, target_model=target)
     message = refusal(lambda: bind_weights(artifact, model=model, target_model=target))
     assert "quantization_config.transform_config: activations are transformed" in message
 
