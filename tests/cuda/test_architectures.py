@@ -47,6 +47,9 @@ PLAIN_ELSEWHERE = {
     ("long_fp8", "draft_1", "head"),
     ("mixed_storage", "draft_16", "project"),
     ("wide_nvfp4", "draft_16", "project"),
+    ("wide_nvfp4", "draft_3", "head"),
+    ("wide_nvfp4", "draft_8", "head"),
+    ("wide_mxfp4", "draft_5", "head"),
 }
 """Quantised weights that Hopper streams, or multiplies by warpgroups, and that have no fast kernel on some other GPUs: too many
 columns for what there is of shared memory, and tiles do not read them."""

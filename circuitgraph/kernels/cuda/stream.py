@@ -50,7 +50,8 @@ class Geometry:
     tile; stages: of the ring, which divide the steps of a tile, so that slots are constants, or are those of two tiles. step:
     columns of one. together: groups whose sums are shared at once, where a group is short. scale_words: of a weight row in one
     step of a warp, 0 where they take no shared memory; such a warp's steps lie side by side. teams: of `warps` each in a block;
-    with more than one, x lies in shared memory. joined: the parts of a tile are a cluster of blocks, see `joined_stream`."""
+    with more than one, x lies in shared memory. padded: so that it has no bank conflicts. joined: the parts of a tile are a
+    cluster of blocks, see `joined_stream`."""
 
     rows: int
     columns: int
@@ -63,6 +64,7 @@ class Geometry:
     together: int = 1
     scale_words: int = 0
     teams: int = 1
+    padded: bool = True
     joined: bool = False
 
     @property
@@ -100,9 +102,9 @@ class Geometry:
 
     @property
     def x_pitch(self) -> int:
-        """Words of shared memory for what a word of each lane's weights is multiplied by: four lanes' pieces of all rows, and a
-        piece more, so that lanes that hold neighbouring pieces of a row store them to different banks."""
-        return self.rows * 16 + 4
+        """Words of shared memory for what a word of each lane's weights is multiplied by: four lanes' pieces of all rows, and, if
+        padded, a piece more, so that lanes that hold neighbouring pieces of a row store them to different banks."""
+        return self.rows * 16 + (4 if self.padded else 0)
 
     @property
     def x_steps(self) -> int:

@@ -94,6 +94,8 @@ def cut_of(plan: Plan, group: Group, params: StreamParams) -> Geometry | str:
         pairs = [] if params.k_parts else joined(plan, group, columns, params, work, format)
         found = [*pairs, *parted(plan.rows, columns, params, work, format), *found]
     sizes = [one for some in found for one in shared_together(some, 16 // len(anchors[0]))]
+    if architecture_of(plan) is not ARCHITECTURES[DEFAULT]:  # which may have no room for padding
+        sizes = [way for one in sizes for way in ((one, replace(one, padded=False)) if one.teams > 1 else (one,))]
     sizes = [one for one in sizes if one.shared_bytes <= ARCHITECTURES[DEFAULT].shared_bytes]
     return fitting(plan, sizes, lambda one: one.shared_bytes) if sizes else str(cuts[0])
 
