@@ -27,7 +27,8 @@ class Pattern:
 
     With `between`, everything on the way from the anchor's first input to the end of its epilogue joins as further anchors;
     the pattern does not match if there is nothing, or another op. `kind`: of the targets that the pattern is for, if not all.
-    `optional`: where no rule of the schedule accepts such a group, its nodes go to the patterns after this one.
+    `optional`: where no rule of the schedule accepts such a group, its nodes go to the patterns after this one. With `whole` the
+    prologue is of all that the group reads, its epilogue included.
     """
 
     name: str
@@ -39,9 +40,11 @@ class Pattern:
     between: tuple[str, ...] = ()
     kind: str = ""
     optional: bool = False
+    whole: bool = False
 
 
 QKV = "qkv"
+OWN_ROW = "attend_own_row"
 NORMS = ("rms_norm",)
 JOIN = ("embed", "zero_at", "rms_norm", "cat")
 
@@ -82,6 +85,16 @@ PATTERNS = (
     # Every other projection, with the norms and the concatenation before it and the residual after it; or a gate of one
     # number a row, which is the epilogue of what it scales.
     Pattern("project", "linear", siblings=True, prologue=JOIN, epilogue=("heads", "sigmoid", "scale_rows", "add")),
+    # Attention that norms, rotates and appends its row itself: a launch for that alone would be all latency.
+    Pattern(
+        OWN_ROW,
+        "attention",
+        prologue=("part", "rms_norm", "rope", "append", "sigmoid"),
+        epilogue=("mul", "merge"),
+        kind="cuda",
+        optional=True,
+        whole=True,
+    ),
     Pattern("attend", "attention", epilogue=("mul", "merge")),
     # A product for each head; part of each head may be what it reads.
     Pattern("head_project", "head_linear", prologue=("part",), epilogue=("merge",)),
@@ -94,9 +107,6 @@ ROWS = "rows"
 """Row-wise nodes that no pattern took. With one of APPENDS among them the group is called CACHE."""
 CACHE = "cache_rows"
 APPENDS = ("append", "append_latent")
-
-
-OPTIONAL = frozenset(pattern.name for pattern in PATTERNS if pattern.optional)
 
 
 def fuse(circuit: Circuit, entry: str, rows: int, target: str, declined: Collection[str] = ()) -> Plan:
@@ -148,7 +158,7 @@ def _match(circuit: Circuit, pattern: Pattern, anchor: Node, taken: set[str]) ->
             return None  # a sibling that ends otherwise would have to read the same x in a launch of its own
         anchors = feeding
         members = {node.name for node in (*anchors, *epilogue)}
-    read_later = {name for node in epilogue for name in node.inputs}
+    read_later = {name for node in epilogue for name in node.inputs} if not pattern.whole else set()
     prologue = _absorb_producers(circuit, pattern, anchors, members, taken, read_later)
     return _group(circuit, pattern.name, prologue, anchors, epilogue)
 
@@ -208,7 +218,8 @@ def _absorb_producers(
     any row and column, where they need not have made that of the prologue.
     """
     prologue: list[Node] = []
-    front = [anchors[0].inputs[0]]
+    inside = [node for node in circuit.nodes if node.name in members]
+    front = [name for node in inside for name in node.inputs] if pattern.whole else [anchors[0].inputs[0]]
     while front:
         node = circuit.producer.get(front.pop(0))
         if node is None or node.op not in pattern.prologue or node.name in taken or node.name in members:

@@ -16,7 +16,7 @@ from ..kernels import register_kernels
 from ..kernels.base import Kernel, kernels_of, make_params
 from ..language.source import read_yaml
 from ..places import check_schedule
-from .fuse import CACHE, OPTIONAL, PATTERNS, ROWS, fuse
+from .fuse import CACHE, PATTERNS, ROWS, fuse
 from .ir import Choice, Group, Plan
 
 SCHEDULES = Path(str(resources.files("circuitgraph.schedules")))
@@ -113,13 +113,24 @@ def regrouped(plan: Plan, rules: Sequence[Rule]) -> tuple[Plan, dict[str, list[t
     """The plan without those groups of optional patterns that no rule accepts: their nodes are in groups of other patterns. And
     what each rule objected to, by the anchors of these groups."""
     declined: dict[str, list[tuple[str, str]]] = {}
-    for group in plan.groups:
-        if group.pattern in OPTIONAL:
-            reasons = [(rule.name, rule.declines(plan, group)) for rule in rules if group.pattern in rule.patterns]
+    while refused := _refused(plan, rules):
+        declined |= refused
+        plan = fuse(plan.circuit, plan.entry, plan.rows, plan.target, declined)
+    return plan, declined
+
+
+def _refused(plan: Plan, rules: Sequence[Rule]) -> dict[str, list[tuple[str, str]]]:
+    """As `regrouped`, of the first optional pattern alone that has such groups: the next one may take what these leave."""
+    refused: dict[str, list[tuple[str, str]]] = {}
+    for pattern in (pattern.name for pattern in PATTERNS if pattern.optional):
+        for group in plan.groups:
+            reasons = [(rule.name, rule.declines(plan, group)) for rule in rules if pattern == group.pattern in rule.patterns]
             refusals = [(name, reason) for name, reason in reasons if reason is not None]
-            if len(refusals) == len(reasons):
-                declined |= {anchor.name: refusals for anchor in group.anchors}
-    return (fuse(plan.circuit, plan.entry, plan.rows, plan.target, declined) if declined else plan), declined
+            if group.pattern == pattern and len(refusals) == len(reasons):
+                refused |= {anchor.name: refusals for anchor in group.anchors}
+        if refused:
+            break
+    return refused
 
 
 def schedule(plan: Plan, rules: tuple[Rule, ...]) -> Plan:

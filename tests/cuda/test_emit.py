@@ -180,6 +180,15 @@ FIRST_FRESH = re.compile(r" settled_ptr\[0\] = \(\(longest_ptr\[0\] - (\d+)\) >>
 BEFORE_FRESH = re.compile(r"^( *)if \(\(\w+\[0\] \+ \w+\) < settled_ptr\[0\]\) \{\n.*?^\1\}$", re.S | re.M)
 
 
+STORED = re.compile(r"^( *)if \(\(\w+\[0\] < \w+\[0\]\) && \(first_ptr\[0\] < stored_ptr\[0\]\)\) \{\n.*?^\1\}$", re.S | re.M)
+"""Of attention that makes its row: what is done with a tile if there are other rows."""
+OLDER = re.compile(r" = min\(max\(.*, first_ptr\[0\]\), max\(\(stored_ptr\[0\] - 1\), 0\)\);")
+"""Which row is looked for there: none but older ones."""
+HELD = re.compile(r" condval\w* = reinterpret_cast<uint64_t>\(\(&\(.*\)\)\);")
+"""Where one of several heads lies: nothing is read there yet, unless there is a READ."""
+READ = re.compile(r"(?:_ld_global_(?!nc)|_cp_async)\w*\([^;]*\(void\*\)")
+
+
 def without_settled(rows: int, bodies: list[str], body: str) -> str:
     """The body without its early reading of tiles that the program appends nothing to; complete is what was there before the
     program, after a kernel that lets the next one start late."""
@@ -188,6 +197,8 @@ def without_settled(rows: int, bodies: list[str], body: str) -> str:
     early, waits, rest = body.partition("griddepcontrol_wait();")
     if any(int(newest) == rows for newest in FIRST_FRESH.findall(early)):
         early = BEFORE_FRESH.sub("", early)
+    if (older := len(OLDER.findall(early))) and older == early.count("&(kv_table_ptr["):
+        early = STORED.sub("", early) if READ.search(early) else HELD.sub("", STORED.sub("", early))
     return SETTLED.sub(lambda found: "" if int(found[3]) == int(found[2]) + rows else found[0], early) + waits + rest
 
 

@@ -13,7 +13,10 @@ from circuitgraph.kernels.cuda.paged import groups_of
 from circuitgraph.kernels.cuda.shared import fresh_rows
 from circuitgraph.kernels.cuda.templates import AttendPaged
 from circuitgraph.language import Bindings, load_program, resolve
+from circuitgraph.plan.fuse import OWN_ROW
 from tests.cuda.test_emit import ALIGNED, kernels_of, plan_of, source_of
+
+ATTENDS = ("attend", OWN_ROW)
 
 
 def attending(heads: int, kv_heads: int, dim: int = 128, rows: int = 2, arch: str = "sm_90a", kind: str = "bf16", **switches):
@@ -23,7 +26,7 @@ def attending(heads: int, kv_heads: int, dim: int = 128, rows: int = 2, arch: st
 
 
 def chosen(plan) -> str:
-    return next(choice.kernel for group, choice in zip(plan.groups, plan.choices, strict=True) if group.pattern == "attend")
+    return next(choice.kernel for group, choice in zip(plan.groups, plan.choices, strict=True) if group.pattern in ATTENDS)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +57,7 @@ def test_whatever_shares_a_kv_head_is_served(each, dim, arch):
 
 
 def parts_of(plan) -> int:
-    (group,) = [group for group in plan.groups if group.pattern == "attend"]
+    (group,) = [group for group in plan.groups if group.pattern in ATTENDS]
     (choice,) = [choice for owner, choice in zip(plan.groups, plan.choices, strict=True) if owner is group]
     return AttendPaged.parts(plan, group, AttendPaged.Params(**dict(choice.params)))
 

@@ -22,12 +22,14 @@ __forceinline__ __device__ void circuitgraph_release_shared() {
 
 @dataclass(frozen=True)
 class Query:
-    """One attention node. q: [rows, heads, dim]; `sums` [rows, heads, parts, dim] and `stats` [rows, heads, parts, 2]
-    (largest score in units of log2, sum of weights) are fp32 scratch, where the parts of a row are joined by another launch.
+    """One attention node. shape: [rows, heads, dim], of its queries `q`, which are None where the kernel makes them; `sums`
+    [rows, heads, parts, dim] and `stats` [rows, heads, parts, 2] (largest score in units of log2, sum of weights) are fp32
+    scratch, where the parts of a row are joined by another launch.
 
     fresh: how many of a sequence's newest rows the program itself may write; all before them are complete when the kernel
     starts. None: who knows."""
 
+    shape: tuple[int, int, int]
     q: Any
     keys: Any
     values: Any
@@ -67,7 +69,7 @@ class Query:
 
 def emit_plain_attention(env: Any, query: Query) -> None:
     """A warp for every (row, query head, part), which takes every `parts`-th cache row. For any dim, dtype and block size."""
-    rows, heads, dim = (int(size) for size in query.q.shape)
+    rows, heads, dim = query.shape
     group = heads // query.keys.heads
     each = -(-dim // 32)
     with env.kernel(-(-rows * heads * query.parts // WARPS), WARPS) as at:

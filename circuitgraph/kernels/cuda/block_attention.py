@@ -69,7 +69,7 @@ class BlockAttention:
     def __init__(self, env: Any, query: Query, words: Any, kind: str, *, block: int, stages: int):
         self.env, self.query, self.words, self.kind = env, query, words, kind
         self.block, self.stages = block, stages
-        self.rows, self.heads, self.dim = (int(size) for size in query.q.shape)
+        self.rows, self.heads, self.dim = query.shape
         self.kv_heads = query.keys.heads
         self.group = self.heads // self.kv_heads
         self.queries, self.warps = block * self.group, warps_of(block, self.group)

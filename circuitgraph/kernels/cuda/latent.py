@@ -52,15 +52,15 @@ class LatentQuery:
 
     @property
     def rows(self) -> int:
-        return int(self.query.q.shape[0])
+        return self.query.shape[0]
 
     @property
     def heads(self) -> int:
-        return int(self.query.q.shape[1])
+        return self.query.shape[1]
 
     @property
     def latent(self) -> int:
-        return int(self.query.q.shape[2])
+        return self.query.shape[2]
 
 
 def tiles_of(first: Any, end: Any, parts: int) -> tuple[Any, Any, Any]:

@@ -17,6 +17,7 @@ from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
 from .attention import Query, cluster_sync, joined_columns, of_block, some_of_block
+from .own_row import PADDING, OwnRow
 from .row_program import for_each
 from .values import COPY_ONCE, LOAD, LOG2_E, LOWEST, do, from_lane, hold, put, register, store, wide, zeros
 
@@ -36,16 +37,17 @@ def groups_of(heads: int, kv_heads: int) -> tuple[int, int] | None:
 
 
 def shared_bytes(dim: int, group: int, warps: int, stages: int) -> int:
-    return warps * (stages * 2 * TILE * dim * 2 + group * (dim + 2) * 4) + group * 8
+    """A row of its own included, which not every kernel has."""
+    return warps * (stages * 2 * TILE * dim * 2 + group * (dim + 2) * 4) + group * 8 + (group + 2) * (dim + PADDING) * 2
 
 
 class PagedAttention:
-    """One launch. words: q as [rows, heads * dim / 2] words; kind: bf16 or f16, of q and cache."""
+    """One launch. words: q as [rows, heads * dim / 2] words; kind: bf16 or f16, of q and cache. own: makes the row itself."""
 
-    def __init__(self, env: Any, query: Query, words: Any, kind: str, *, warps: int, stages: int):
-        self.env, self.query, self.words = env, query, words
+    def __init__(self, env: Any, query: Query, words: Any, kind: str, *, warps: int, stages: int, own: OwnRow | None = None):
+        self.env, self.query, self.words, self.own = env, query, words, own
         self.warps, self.stages, self.kind = warps, stages, kind
-        self.rows, self.heads, self.dim = (int(size) for size in query.q.shape)
+        self.rows, self.heads, self.dim = query.shape
         cut = groups_of(self.heads, query.keys.heads)
         assert cut is not None, f"{self.heads} query heads over {query.keys.heads}"
         self.groups, self.group = cut
@@ -67,11 +69,18 @@ class PagedAttention:
             self.shared_sums = pool.alloc((self.warps, self.group, self.dim), "float32", align=16)
             self.shared_stats = pool.alloc((self.warps, self.group, 2), "float32", align=16)
             self.part_stats = pool.alloc((self.group, 2), "float32", align=16)
+            if self.own:
+                self.own.share_memory(pool, self.group, self.warps)
             pool.commit()
             self.row = hold(T.floordiv(at.block, self.kv_heads * parts), "int32", "row")
             self.kv_head = hold(T.floormod(T.floordiv(at.block, parts), self.kv_heads), "int32", "kv_head")
             self.part = hold(T.floormod(at.block, parts), "int32", "part")
+            new = self.own.begin(at, self.row) if self.own else None
             self.sequence, self.first, self.end = query.span(self.row)
+            self.stored, self.newest = self.end, self.end - 1  # rows before the one, up to the other, lie in the cache
+            if new is not None:
+                self.stored = hold(T.Select(new >= 0, self.end - 1, self.end), "int32", "stored")
+                self.newest = T.max(self.stored - 1, T.int32(0))
             tile, ahead, slot, found = (register("int32", name=name) for name in ("tile", "ahead", "slot", "line"))
             first_tile = T.floordiv(self.first, TILE)
             # A row that starts behind its end has no tile: a tile without visible rows would count them all alike.
@@ -80,15 +89,23 @@ class PagedAttention:
             each = T.floordiv(T.max(last_tile - first_tile, T.int32(0)) + (parts - 1), parts)
             put(tile, first_tile + self.part * each + at.warp)
             self.stop = hold(T.min(tile[0] - at.warp + each, last_tile), "int32")
+            if self.own:
+                self._find_own(first_tile, last_tile, hold(T.max(each, T.int32(1)), "int32"))
+                kv_head = self.kv_head if self.groups == 1 else hold(T.floordiv(self.kv_head, self.groups), "int32")
+                self.own.fetch(self.kv_head * self.group, kv_head, self.appends > 0)
             self._fill(tile, ahead, found)
-            self._load_query()
-            if joins:  # only now: the next kernel fills the memory's queues with weights, and the one before had values to fetch
+            self._load_query(joins)
+            if (
+                joins and not self.own
+            ):  # only now: the next kernel fills the memory's queues with weights, and the one before had values to fetch
                 self.env.release()
             self._reset()
             put(slot, T.int32(0))
             with T.While(tile[0] < self.stop):
                 do(T.ptx.cp.async_.wait_group(self.stages - 1))
                 do(T.cuda.warp_sync())
+                if self.own:
+                    self._place_own(self.own, tile[0], slot[0])
                 self._score(tile[0], slot[0])
                 self._add_values(slot[0])
                 do(T.cuda.warp_sync())
@@ -130,15 +147,36 @@ class PagedAttention:
         self._find(ahead[0], found)
 
     def _settled(self, tile: Any) -> Any:
-        """Has the tile no row that a kernel of this program writes?"""
-        return (tile + 1) * TILE <= self.end - self.query.fresh
+        """Has the tile no row that a kernel of this program writes? The row of its own is not copied."""
+        return T.bool(True) if self.own else (tile + 1) * TILE <= self.end - self.query.fresh
+
+    def _find_own(self, first_tile: Any, last_tile: Any, each: Any) -> None:
+        """Does the block have the tile of the row of its own, if there is one, and which warp?"""
+        tile = hold(T.max(last_tile - first_tile - 1, T.int32(0)), "int32")
+        whose = hold(T.floordiv(tile, each), "int32")
+        mine = T.And(self.stored < self.end, T.EQ(whose, self.part))
+        self.appends = hold(T.Cast("int32", mine), "int32", "appends")
+        self.owner = hold(T.floormod(tile - whose * each, self.warps), "int32", "owner")
+
+    def _place_own(self, own: OwnRow, tile: Any, slot: Any) -> None:
+        """The row of its own into its tile; over all rows of the tile where no other row is visible, since none was copied."""
+
+        def place(part: Any, row: Any, chunk: Any) -> Any:
+            line = row * self.chunks + T.bitwise_xor(chunk, T.bitwise_and(row, 7))
+            return self.ring.ptr_to([self.at.warp, slot, part, line, 0])
+
+        mine = T.And(self.appends > 0, T.EQ(self.at.warp, self.owner))
+        with T.If(T.And(mine, T.EQ(tile, T.floordiv(self.stored, TILE)))), T.Then():
+            alone = self.first >= self.stored
+            first = hold(T.Select(alone, T.int32(0), T.floormod(self.stored, TILE)), "int32")
+            own.place(place, first, hold(T.Select(alone, T.int32(TILE), T.int32(1)), "int32"))
 
     def _find(self, tile: Any, target: Any) -> None:
         """The cache line of the lane's row of a tile. Rows that are not visible are replaced by one that is: their score
         is masked, and nothing unknown is read."""
         put(target, T.int32(0))
         with T.If(tile < self.stop), T.Then():
-            token = T.min(T.max(tile * TILE + self.at.lane % TILE, self.first), self.end - 1)
+            token = T.min(T.max(tile * TILE + self.at.lane % TILE, self.first), self.newest)
             kv_head = self.kv_head if self.groups == 1 else T.floordiv(self.kv_head, self.groups)
             put(target, T.Cast("int32", self.query.line(self.sequence, hold(token, "int32"), kv_head)))
 
@@ -146,7 +184,7 @@ class PagedAttention:
         """Start the copies of a tile's keys and values: 16 bytes a lane, chunks swizzled by row against bank conflicts. part:
         of its rows the first or the second half alone."""
         turns = self.chunks // 2
-        with T.If(tile < self.stop), T.Then():
+        with T.If(T.And(tile < self.stop, self.first < self.stored) if self.own else tile < self.stop), T.Then():
             for index in range(turns) if part is None else range(part * turns // 2, (part + 1) * turns // 2):
                 piece = index * 32 + self.at.lane
                 row, chunk = T.floordiv(piece, self.chunks), T.floormod(piece, self.chunks)
@@ -163,8 +201,11 @@ class PagedAttention:
         row = T.floordiv(self.at.lane, 4)
         return row + 8 * half if half else row
 
-    def _load_query(self) -> None:
-        self.q = [self._load_half(half) for half in range(self.halves)]
+    def _load_query(self, joins: bool) -> None:
+        if self.own:
+            self.own.make(self.env.release if joins else lambda: None)
+        load = self.own.fragments if self.own else self._load_half
+        self.q = [load(half) for half in range(self.halves)]
 
     def _load_half(self, half: int) -> Any:
         q = register("uint32", self.dim // 8, "q")

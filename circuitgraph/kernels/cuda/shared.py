@@ -16,7 +16,7 @@ from .attention import Query
 from .epilogue import Epilogue
 from .formats import Format, scales_of
 from .plain import ROWS, Logits, Partials, Projection, emit_top1_final
-from .row_program import Evaluator, Place, emit_rows, for_each, refuse_rows, sinks_of
+from .row_program import Evaluator, Place, Spread, emit_rows, for_each, refuse_rows, sinks_of
 from .values import do, hold, load, register, store
 
 Finish = Callable[[Any, Any, list[Any]], None]
@@ -152,9 +152,11 @@ def attend_scratch(plan: Plan, group: Group, parts: int) -> tuple[Scratch, ...]:
 def query_of(env, group: Group, parts: int, *, joined: bool = False) -> Query:
     """joined: by the launch itself, without scratch."""
     (node,) = group.anchors
-    state = state_of(env.plan, node)
+    state, q = state_of(env.plan, node), node.inputs[0]
+    rows, heads, dim = (int(size) for size in env.plan.circuit.types[q].shape)
     return Query(
-        q=env.buffer(node.inputs[0]),
+        shape=(rows, heads, dim),
+        q=env.buffer(q) if q in group.inputs else None,
         keys=env.cache(f"{state}.k"),
         values=env.cache(f"{state}.v"),
         layer=int(node.attr["layer"]),
@@ -183,7 +185,7 @@ def attend_end(env, group: Group, query: Query) -> Callable[[Any, Any, Any, Any]
     (node,) = group.anchors
     sinks = sinks_of(env.plan, group, group.nodes)
     targets = {name: env.flat(name) for name in sinks}
-    dim = int(query.q.shape[2])
+    dim = query.shape[2]
 
     def finish(row, head, column, value):
         evaluator = Evaluator(env, [item for item in group.nodes if item.op not in VIEWS], {node.name: lambda _: value})
@@ -196,19 +198,27 @@ def attend_end(env, group: Group, query: Query) -> Callable[[Any, Any, Any, Any]
 def attend_end_of_some(env, group: Group, query: Query) -> Callable[[Any, Any, Any, list[Any]], None]:
     """As `attend_end`, of some values side by side: all that they meet is asked for before they are stored, at once."""
     (node,), (sink, *others) = group.anchors, sinks_of(env.plan, group, group.nodes)
-    one, dim, dtype = attend_end(env, group, query), int(query.q.shape[2]), env.plan.circuit.types[sink].dtype
+    one, dim, dtype = attend_end(env, group, query), query.shape[2], env.plan.circuit.types[sink].dtype
     nodes = [item for item in group.nodes if item.op not in VIEWS]
 
     def finish(row, head, column, values):
         for index, value in enumerate(values):
             one(row, head, hold(column + index, "int32"), value)
 
-    def ended(row, head, column, value):
-        return hold(Evaluator(env, nodes, {node.name: lambda _: value}).at(sink, Place(row, head, column)))
+    def ended(row, head, column, values):
+        spread = Spread(column, 1, len(values))
+
+        def joined(place):
+            return values[spread.index(place.column)]
+
+        evaluator = Evaluator(env, nodes, {node.name: joined})
+        with evaluator.keeping(spread):
+            evaluator.prepare([sink], row, head, lambda *_: None)
+            return [hold(evaluator.at(sink, Place(row, head, own))) for own in spread.columns]
 
     def finish_words(row, head, column, values):
         if len(nodes) > 1:
-            values = [ended(row, head, hold(column + index, "int32"), value) for index, value in enumerate(values)]
+            values = ended(row, head, column, values)
         pairs = [register("uint32") for _ in values[::2]]
         for pair, low, high in zip(pairs, values[::2], values[1::2], strict=True):
             do(T.ptx[f"cvt.rn.{dtype}x2.f32"](pair[0], high, low))

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...circuit.ir import FOUR_BIT, Node
 from ...circuit.types import TensorType
-from ...plan.fuse import CACHE, QKV
+from ...plan.fuse import CACHE, OWN_ROW, QKV
 from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, meeting, within
 from .architectures import ARCHITECTURES, DEFAULT, architecture_of, fitting
@@ -225,7 +225,7 @@ def stream_of(env: Any, group: Group, params: StreamParams, projections: list[Pr
 def appends_next(plan: Plan, group: Group) -> bool:
     """Does the group after this one write cache rows, which attention after it will ask for?"""
     index = plan.groups.index(group) + 1
-    return index < len(plan.groups) and plan.groups[index].pattern == CACHE
+    return index < len(plan.groups) and plan.groups[index].pattern in (CACHE, OWN_ROW)
 
 
 @kernel

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ...plan.fuse import CACHE, ROWS
+from ...plan.fuse import CACHE, OWN_ROW, ROWS
 from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, refuse_packed, within
 from .architectures import architecture_of, at_once, fitting
@@ -16,6 +16,7 @@ from .epilogue import refuse_epilogue
 from .experts_templates import MixturePlain, MixtureStream
 from .head_templates import HeadPlain, HeadStream
 from .latent_templates import LatentPlain, LatentWarpgroups
+from .own_row import OwnRow, refuse_own_row
 from .paged import CLUSTER, PagedAttention, groups_of, shared_bytes
 from .plain import WARPS, emit_plain, emit_plain_top1
 from .row_program import emit_rows, refuse_rows, sinks_of
@@ -157,7 +158,7 @@ class AttendPaged(Kernel):
     """Paged attention on tensor cores, a block a (row, KV head, part); then the sum of the parts."""
 
     name = "cuda.attention_paged"
-    patterns = ("attend",)
+    patterns = ("attend", OWN_ROW)
 
     @dataclass(frozen=True)
     class Params:
@@ -177,6 +178,8 @@ class AttendPaged(Kernel):
             return f"needs queries and cache in bf16 or f16, both the same, got {', '.join(sorted(dtypes))}"
         if dim not in (64, 128, 256):
             return f"head size {dim}"
+        if group.pattern == OWN_ROW and (reason := refuse_own_row(plan, group)):
+            return reason
         cut = groups_of(heads, kv_heads)
         if cut is None:
             return f"{heads} query heads over {kv_heads}"
@@ -221,11 +224,13 @@ class AttendPaged(Kernel):
     @staticmethod
     def emit(env, group: Group, params: Any) -> None:
         q = group.anchors[0].inputs[0]
+        own = group.pattern == OWN_ROW
         joins = AttendPaged.joins(env.plan, params)
         query = query_of(env, group, AttendPaged.parts(env.plan, group, params), joined=joins)
         warps, stages = AttendPaged.cut(env.plan, group, params)
         kind = env.plan.circuit.types[q].dtype
-        attention = PagedAttention(env, query, env.words(q), kind, warps=warps, stages=stages)
+        words, made = (None, OwnRow(env, group, kind)) if own else (env.words(q), None)
+        attention = PagedAttention(env, query, words, kind, warps=warps, stages=stages, own=made)
         if joins:
             attention.emit(attend_end_of_some(env, group, query))
         else:

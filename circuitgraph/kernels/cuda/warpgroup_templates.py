@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from ...circuit.types import TensorType
+from ...plan.fuse import OWN_ROW
 from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, within
 from .architectures import architecture_of
@@ -141,7 +142,7 @@ def emit_tiles(env: Any, group: Group, tile: WarpgroupTile, projections: list[Pr
 
 def settles(plan: Plan, group: Group) -> bool:
     """Does attention follow that will ask for cache rows early? See `Stream.emit`."""
-    return appends_next(plan, group) and any(other.pattern == "attend" for other in plan.groups)
+    return appends_next(plan, group) and any(other.pattern in ("attend", OWN_ROW) for other in plan.groups)
 
 
 @kernel
