@@ -175,7 +175,7 @@ class CompiledRunner(DraftRunner):
 
     # -- work --------------------------------------------------------------------------------------------------
 
-    def _run(self, entry: str, inputs: Mapping[str, torch.Tensor], kv: Caches) -> dict[str, torch.Tensor]:
+    def run_entry(self, entry: str, inputs: Mapping[str, torch.Tensor], kv: Caches) -> dict[str, torch.Tensor]:
         rows = _Rows(inputs, kv)
         n = rows.count // self._group(entry)
         if entry != "context":

@@ -355,8 +355,11 @@ class DraftRunner(abc.ABC):
     # -- work --------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _run(self, entry: str, inputs: Mapping[str, torch.Tensor], kv: Caches) -> dict[str, torch.Tensor]:
-        """Outputs of an entry, as fresh tensors, by name without a mask's prefix; any number of rows. Nothing is checked."""
+    def run_entry(self, entry: str, inputs: Mapping[str, torch.Tensor], kv: Caches) -> dict[str, torch.Tensor]:
+        """Outputs of an entry, as fresh tensors, by name without a mask's prefix; any number of rows. Nothing is checked.
+
+        What the methods below are made of; for the bench, too, which times entries that none of them stands for.
+        """
 
     @no_autograd()
     def draft(
@@ -395,7 +398,7 @@ class DraftRunner(abc.ABC):
         inputs = {"token": token, self._hidden_input(recycled): hidden, "position": position}
         if allowed is not None:
             inputs["allowed"] = self._own_mask(allowed)
-        return self._run(entry, inputs, kv)
+        return self.run_entry(entry, inputs, kv)
 
     def _check_step(self, token, hidden, position, kv: Caches, recycled: bool) -> int:
         """The number of rows."""
@@ -417,7 +420,7 @@ class DraftRunner(abc.ABC):
         """
         self._check_rows(token, hidden, position, kv)
         place = (position - 1).clamp(min=0) if isinstance(self.kind, Block) else position
-        self._run("context", {"token": token, self._target.name: hidden, "position": place}, kv)
+        self.run_entry("context", {"token": token, self._target.name: hidden, "position": place}, kv)
 
     @no_autograd()
     def chain(
@@ -500,14 +503,14 @@ class DraftRunner(abc.ABC):
         self._check_steps(steps)
         if isinstance(kind, Heads):
             self._check_lone_hidden(hidden)
-            made = self._run(entry, {self._target.name: hidden}, {})
+            made = self.run_entry(entry, {self._target.name: hidden}, {})
             return {name: value[:, :steps] for name, value in made.items()}
         assert isinstance(kind, Block), "a drafter that is no chain"
         n = self._check_rows(token, hidden, position, kv)
         self._check_block(kind, n, position, slots, kv)
         self.context(token, hidden, position, context_rows(kv, slots))
         tokens, positions, caches = block_rows(kind, token, position, kv, slots)
-        made = self._run(entry, {"token": tokens, "position": positions}, caches)
+        made = self.run_entry(entry, {"token": tokens, "position": positions}, caches)
         made = {name: value.unflatten(0, (n, kind.gamma))[:, 1 : 1 + steps] for name, value in made.items()}
         if "draft" in made:
             over = ended(slots, made["draft"].shape[1])
@@ -766,7 +769,7 @@ class ReferenceRunner(DraftRunner):
         entries = {entry.name for entry in self.circuit.entries}
         return "reference" if whole(n, "n", self.circuit.name) >= 1 and self._entry(masked=masked) in entries else None
 
-    def _run(self, entry: str, inputs: Mapping[str, torch.Tensor], kv: Caches) -> dict[str, torch.Tensor]:
+    def run_entry(self, entry: str, inputs: Mapping[str, torch.Tensor], kv: Caches) -> dict[str, torch.Tensor]:
         self.paths["reference"] += 1
         given = {name: tensor.to(self._act) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
         made = interpret(self.circuit, inputs=given, weights=self.weights, states=kv, entry=entry)

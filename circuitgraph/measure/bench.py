@@ -231,7 +231,7 @@ def _case(runner: CompiledRunner, function: Function, context: int) -> Case:
 def _our_call(runner: CompiledRunner, entry: str, case: Case) -> Callable[[], object]:
     """The runner's method of the entry's name; what those methods are made of where programs are no such chain."""
     if entry not in SERVED or not {item.name for item in runner.circuit.inputs}.issuperset(GIVEN):
-        return lambda: runner._run(entry, case.inputs, case.caches)
+        return lambda: runner.run_entry(entry, case.inputs, case.caches)
     method = getattr(runner, entry)
     arguments = [*(case.inputs[name] for name in GIVEN), case.caches]
     if entry == "draft_masked":

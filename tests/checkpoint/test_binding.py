@@ -187,6 +187,43 @@ def test_a_copy_in_the_drafters_file_stands_in_where_no_target_is_given() -> Non
     assert torch.equal(bound.load_weights(positions=4)["lm_head"], copies["lm_head.weight"])
 
 
+def eagle1_with_lm_head(head: torch.Tensor, **others: torch.Tensor) -> str:
+    return edited("eagle1_llama", lambda tensors: tensors.update({"lm_head.weight": head, **others}))
+
+
+@pytest.mark.parametrize("change", ["none", "one row", "fewer rows"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_lm_head_beside_an_eagle1_head_is_taken_for_a_copy(tied: bool, change: str) -> None:
+    target = FIXTURES / "eagle1_llama" / "target"
+    used = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    weight = load_file(target / "model.safetensors")[used]
+    head = weight[:100].clone() if change == "fewer rows" else weight.clone()
+    if change == "one row":
+        head[-1] += 1
+    model = eagle1_with_lm_head(head)
+    config = json.loads(Path("m/target/config.json").read_text())
+    Path("m/target/config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))
+    bound = bind("auto", model=model, target_model="m/target")
+    assert (bound.tensors["lm_head"].source, bound.tensors["lm_head"].name) == ("target", used)
+    assert torch.equal(bound.load_weights(positions=4)["lm_head"], weight)
+    (row,) = (row for row in bound.report if row.status == "waived" and row.tensor == "lm_head.weight")
+    told = row.reason.removeprefix("a copy of the target's lm_head, which is used instead")
+    assert told == ("" if change == "none" else f", and differs from '{used}'")
+
+
+def test_an_lm_head_beside_an_eagle1_head_is_used_where_no_target_is_given() -> None:
+    head = torch.randn(512, 128)
+    bound = bind("auto", model=eagle1_with_lm_head(head))
+    assert [(row.status, row.source) for row in bound.report if row.tensor == "lm_head.weight"] == [("borrowed", "drafter")]
+    assert torch.equal(bound.load_weights(positions=4)["lm_head"], head)
+
+
+def test_a_bias_of_an_lm_head_beside_an_eagle1_head_is_refused() -> None:
+    model = eagle1_with_lm_head(torch.randn(512, 128), **{"lm_head.bias": torch.zeros(512)})
+    message = "m: lm_head.bias: no weight of the program uses this tensor."
+    assert refusal(lambda: bind("auto", model=model, target_model="m/target")).startswith(message)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_copy_in_the_drafters_file_stands_in_for_nothing_that_a_given_target_lacks(tied: bool) -> None:
     model = edited("eagle1_llama")

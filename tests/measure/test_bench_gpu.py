@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import circuitgraph
 from circuitgraph.artifact import read_artifact
 from circuitgraph.checkpoint import bind
 from circuitgraph.checkpoint.packed import dequantised
@@ -31,15 +30,9 @@ from circuitgraph.measure.weights import random_weights
 from circuitgraph.runtime import load, open_library
 from circuitgraph.runtime.binding import bind_weights
 from tests.fixture_cases import FIXTURES
+from tests.measure.small import DFLASH_SMALL, SMALL, artifact_of
 
 PLAN = GpuPlan(context=20, rounds=3, calls=2, prefill=32, modes=())
-SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
-DFLASH_SMALL = {
-    **SMALL,
-    "num_hidden_layers": 2,
-    "vocab_size": 96,
-    "dflash_config": {"mask_token_id": 95, "target_layer_ids": [1, 3]},
-}
 CPU = torch.device("cpu")
 
 
@@ -73,21 +66,6 @@ def ceiling(monkeypatch):
     for module in (attend, entries, peers_gpu):
         monkeypatch.setattr(module, "record", lambda call: call)
     return ceilings.Ceiling(FakeKernel(), FakeProduct())
-
-
-def artifact_of(name: str, folder, **changes):
-    return shapes.compile_shape(replace(shapes.SHAPES[name], **changes), folder / f"{name}.cg", "cpu")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return artifact_of("tiny", tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def eagle(tmp_path_factory):
-    config = {**SMALL, "vocab_size": 300, "draft_vocab_size": 200}
-    return artifact_of("eagle3-8b", tmp_path_factory.mktemp("eagle"), config=config, widths=(2,), entries=("first", "draft"))
 
 
 def runner_of(artifact, **options):
@@ -505,39 +483,3 @@ def test_a_shape_of_another_artifact_is_refused(tiny):
     with pytest.raises(ArtifactError, match="is of another shape; expected mtp_dense, hidden 4096"):
         shapes.check_shape(shapes.SHAPES["dense8b"], tiny)
     shapes.check_shape(shapes.SHAPES["tiny"], tiny)
-
-
-def test_bench_of_a_shape_on_the_cpu(tiny):
-    report = circuitgraph.bench(tiny, random=True, peers=False, seconds=0.01, context=8, entries=["draft"])
-    assert [row.rows for row in report.rows] == [1, 2]
-
-
-def test_bench_of_masked_drafts(tmp_path):
-    masked = artifact_of("tiny", tmp_path, widths=(2,), entries=("draft", "draft_masked"))
-    report = circuitgraph.bench(masked, random=True, peers=False, seconds=0.01, context=8, entries=["draft_masked"])
-    assert [(row.entry, row.rows) for row in report.rows] == [("draft_masked", 1), ("draft_masked", 2)]
-
-
-def test_bench_of_later_steps_on_the_cpu(eagle):
-    report = circuitgraph.bench(eagle, random=True, peers=False, seconds=0.01, context=8)
-    assert [(row.entry, row.rows) for row in report.rows] == [(entry, n) for entry in ("draft", "first") for n in (1, 2)]
-
-
-@pytest.mark.parametrize(
-    ("shape", "options", "want"),
-    [
-        (
-            "dflash-qwen3-8b",
-            {"config": DFLASH_SMALL, "context_rows": (16,), "widths": (1,), "entries": ("draft", "context")},
-            [("context", 16), ("draft", 16)],
-        ),
-        (
-            "medusa1-7b",
-            {"config": {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 96}, "widths": (1, 3)},
-            [("draft", 1), ("draft", 3)],
-        ),
-    ],
-)
-def test_bench_of_what_drafts_at_once_on_the_cpu(tmp_path, shape, options, want):
-    report = circuitgraph.bench(artifact_of(shape, tmp_path, **options), random=True, peers=False, seconds=0.01, context=8)
-    assert [(row.entry, row.rows) for row in report.rows] == want
