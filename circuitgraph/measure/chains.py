@@ -13,7 +13,7 @@ import torch
 from ..checkpoint.packed import dequantised
 from ..circuit.ir import Circuit
 from ..errors import CircuitgraphError, Fault
-from ..ops import TORCH_DTYPES
+from ..ops import TORCH_DTYPES, PagedKV
 from ..runtime.compiled import CompiledRunner
 from ..runtime.mtp import MtpProposer
 from ..runtime.pool import BlockPool
@@ -174,27 +174,36 @@ def on_device(case: Case, device: torch.device) -> Case:
 
 
 def recorded_chain(runner: CompiledRunner, steps: int, case: Case) -> Callable[[], object]:
-    """The runner's own graph of a chain, as it replays it for a proposer: integers come from the host. Every step writes the
-    same cache row: time does not depend on it.
+    """The runner's own graph of a chain, as it replays it for a proposer: integers come from the host.
+
+    The last step writes the case's newest row, those before it the rows before that one: there need not be room for more.
 
     Raises:
         CircuitgraphError: what it replays is not what the steps one by one make.
     """
     token, hidden, position = (case.inputs[name] for name in ("token", "hidden", "position"))
+    before = {name: replace(cache, length=(cache.length - (steps - 1)).clamp(min=1)) for name, cache in case.caches.items()}
     caches = {
         name: replace(cache, **{part: getattr(cache, part).cpu() for part in ("slot", "seq", "table", "start", "length")})
-        for name, cache in case.caches.items()
+        for name, cache in before.items()
     }
-    slots = next(iter(case.caches.values())).slot[None].repeat(steps, 1)
+    slots = slots_of_steps(next(iter(before.values())), steps)
     rest = (position.cpu(), caches, slots.cpu())
     for _ in range(2):  # as it comes, recorded; with other hiddens, so that their results cannot pass for those of the replay
         runner.chain(steps, token.cpu(), -hidden, *rest)
     made = runner.chain(steps, token.cpu(), hidden, *rest)
     torch.cuda.synchronize()
     replay = newest_graph(runner)
-    meant = DraftRunner.chain(runner, steps, token, hidden, position, case.caches, slots)
+    meant = DraftRunner.chain(runner, steps, token, hidden, position, before, slots)
     check_chain(f"a chain of {steps}, {case.rows} rows", made, meant)
     return replay
+
+
+def slots_of_steps(cache: PagedKV, steps: int) -> torch.Tensor:
+    """int32[steps, n]: where the rows of a chain's steps go, each the newest of its sequence when it is written."""
+    places = cache.length - 1 + torch.arange(steps, dtype=torch.int32, device=cache.length.device)[:, None]
+    blocks = cache.table[cache.seq.long(), (places // cache.block_size).long()]
+    return blocks * cache.block_size + places % cache.block_size
 
 
 def newest_graph(runner: CompiledRunner) -> Callable[[], object]:

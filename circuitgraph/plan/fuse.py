@@ -211,7 +211,8 @@ def _reaches_back(circuit: Circuit, reader: Node, members: set[str]) -> bool:
 def _absorb_producers(
     circuit: Circuit, pattern: Pattern, anchors: list[Node], members: set[str], taken: set[str], read_later: set[str]
 ) -> list[Node]:
-    """Take in what makes the anchors' first input, as long as nobody outside needs it first.
+    """Take in what makes the anchors' first input, or of a `whole` pattern all that the group reads, as long as nobody outside
+    needs it first.
 
     A value may have other readers (the final norm is also the recycled hidden): it is then written out too. It is left alone
     when an epilogue of this group waits for one of those readers, or reads it itself (`read_later`): kernels finish a sum of

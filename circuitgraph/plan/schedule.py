@@ -123,11 +123,12 @@ def _refused(plan: Plan, rules: Sequence[Rule]) -> dict[str, list[tuple[str, str
     """As `regrouped`, of the first optional pattern alone that has such groups: the next one may take what these leave."""
     refused: dict[str, list[tuple[str, str]]] = {}
     for pattern in (pattern.name for pattern in PATTERNS if pattern.optional):
-        for group in plan.groups:
-            reasons = [(rule.name, rule.declines(plan, group)) for rule in rules if pattern == group.pattern in rule.patterns]
-            refusals = [(name, reason) for name, reason in reasons if reason is not None]
-            if group.pattern == pattern and len(refusals) == len(reasons):
-                refused |= {anchor.name: refusals for anchor in group.anchors}
+        asked = [rule for rule in rules if pattern in rule.patterns]
+        for group in (group for group in plan.groups if group.pattern == pattern):
+            reasons = [(rule.name, rule.declines(plan, group)) for rule in asked]
+            if all(reason is not None for _, reason in reasons):
+                said = [(name, f"{reason} ({pattern})") for name, reason in reasons]
+                refused |= {anchor.name: said for anchor in group.anchors}
         if refused:
             break
     return refused

@@ -146,10 +146,27 @@ def definitions(source: str) -> list[tuple[str, set[str], str]]:
     return [(name, set(re.findall(r"\* __restrict__ (\w+)", given)), body) for name, given, body in found]
 
 
+HELD = re.compile(r" condval\w* = reinterpret_cast<uint64_t>\(\(&\(.*\)\)\);")
+"""Where one of several heads lies, in attention that makes its row: nothing is read there yet."""
+READ = re.compile(r"(?:_ld_global_|_cp_async)\w*\([^;]*?\(void\*\)\(*(\w+)\[0\]")
+"""From an address in a register."""
+
+
+def without_held(constants: set[str], early: str) -> str:
+    """Without the addresses, where all that are read from are of constants."""
+    for address in set(READ.findall(early)):
+        found = early[early.index(f" {address}[1];") : early.index(f" {address}[0] = ")]
+        if not set(re.findall(r"&\((\w+?)_ptr(?:_\d+)?\[", found)) <= constants:
+            return early
+    return HELD.sub("", early)
+
+
 def early_uses(constants: set[str], given: set[str], body: str) -> list[str]:
     """What a kernel does wrong before it waits for those before it, which may still be writing activations, tokens and cache
     rows, or reading what it is about to write."""
     early, waits, _ = body.partition("griddepcontrol_wait();")
+    if "stored_ptr[0]" in early:
+        early = without_held(constants, early)
     touched = {re.sub(r"_ptr(_\d+)?$", "", name) for name in given if re.search(rf"\b{name}\b", early)}
     faults = [f"touches {name}" for name in sorted(touched - constants - STEADY)]
     faults += [
@@ -184,9 +201,6 @@ STORED = re.compile(r"^( *)if \(\(\w+\[0\] < \w+\[0\]\) && \(first_ptr\[0\] < st
 """Of attention that makes its row: what is done with a tile if there are other rows."""
 OLDER = re.compile(r" = min\(max\(.*, first_ptr\[0\]\), max\(\(stored_ptr\[0\] - 1\), 0\)\);")
 """Which row is looked for there: none but older ones."""
-HELD = re.compile(r" condval\w* = reinterpret_cast<uint64_t>\(\(&\(.*\)\)\);")
-"""Where one of several heads lies: nothing is read there yet, unless there is a READ."""
-READ = re.compile(r"(?:_ld_global_(?!nc)|_cp_async)\w*\([^;]*\(void\*\)")
 
 
 def without_settled(rows: int, bodies: list[str], body: str) -> str:
@@ -198,7 +212,7 @@ def without_settled(rows: int, bodies: list[str], body: str) -> str:
     if any(int(newest) == rows for newest in FIRST_FRESH.findall(early)):
         early = BEFORE_FRESH.sub("", early)
     if (older := len(OLDER.findall(early))) and older == early.count("&(kv_table_ptr["):
-        early = STORED.sub("", early) if READ.search(early) else HELD.sub("", STORED.sub("", early))
+        early = STORED.sub("", early)
     return SETTLED.sub(lambda found: "" if int(found[3]) == int(found[2]) + rows else found[0], early) + waits + rest
 
 
@@ -259,6 +273,12 @@ def hidden_twice(circuit):
     return replace(circuit, outputs=outputs, entries=entries)
 
 
+ADDRESS = (
+    "stored_ptr[0] = 1; uint64_t address_ptr[1]; "
+    "condval = reinterpret_cast<uint64_t>((&({}_ptr[0])));\n address_ptr[0] = condval;"
+)
+
+
 @pytest.mark.parametrize(
     ("early", "fault"),
     [
@@ -267,6 +287,10 @@ def hidden_twice(circuit):
         ("tvm_builtin_ptx_st_global_b16((&(fc_ptr[0])), half_ptr[0]);", "stores: tvm_builtin_ptx_st_global_b16("),
         ("fc_ptr[(i_ptr[0] + 1)] = 0;", "stores to fc_ptr"),
         ("tvm_builtin_ptx_ld_global_s32(i_ptr[0], (&(kv_slot_ptr[0])));", None),
+        (ADDRESS.format("hidden"), None),
+        (ADDRESS.format("hidden") + " tvm_builtin_ptx_ld_global_nc_b32(w, ((void*)(address_ptr[0] + 4)));", "touches hidden"),
+        (ADDRESS.format("hidden") + " tvm_builtin_ptx_cp_async_cg(s, ((void*)address_ptr[0]), 16);", "touches hidden"),
+        (ADDRESS.format("fc") + " tvm_builtin_ptx_ld_global_nc_b32(w, ((void*)address_ptr[0]));", None),
     ],
 )
 def test_what_is_touched_too_early_is_found(early, fault):

@@ -76,7 +76,7 @@ _outcomes: dict[str, str] = {}
 
 def pytest_runtest_logreport(report):
     if report.when == "call" or report.outcome != "passed":
-        name = report.nodeid.partition("tests/gpu/")[2]
+        name = report.nodeid.rpartition("tests/gpu/")[2]
         if _outcomes.get(name) != "failed":  # whichever part of it failed
             _outcomes[name] = report.outcome
 

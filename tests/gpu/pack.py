@@ -189,6 +189,17 @@ CASES = (
         widths=(1, 4),
         entries=STEP,
     ),
+    # Rows that attention makes itself, with biases and no norm, half of each head rotated.
+    Case(
+        "biased_rows_f16",
+        "mimo_mtp",
+        {"partial_rotary_factor": 0.5},
+        act="f16",
+        wt="f16",
+        kv="f16",
+        widths=(1, 3, 16),
+        entries=STEP,
+    ),
     # Biases, the mask at the first position, RoPE at the hidden's position.
     Case("biased_bf16", "mimo_mtp", {}, {"rope_position": "hidden", "mask_first": True}, widths=(1, 3, 32), entries=STEP),
     # Queries and keys rotated where their sums arise: whole heads, and a half of smaller ones.

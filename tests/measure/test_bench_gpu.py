@@ -27,6 +27,7 @@ from circuitgraph.measure.report import plain_table
 from circuitgraph.measure.routing import chosen_experts, sure_rows
 from circuitgraph.measure.truth import check_draft, judged, reference
 from circuitgraph.measure.weights import random_weights
+from circuitgraph.ops import PagedKV
 from circuitgraph.runtime import load, open_library
 from circuitgraph.runtime.binding import bind_weights
 from tests.fixture_cases import FIXTURES
@@ -331,6 +332,16 @@ def test_a_chain_that_is_not_its_steps_is_not_timed(tiny, ceiling, monkeypatch):
     case = chains.device_case(runner.circuit, 2, 20, CPU, None)
     with pytest.raises(CircuitgraphError, match="a chain of 3, 2 rows: next_hidden: a chain is not what its steps are"):
         chains.recorded_chain(runner, 3, case)
+
+
+def test_each_row_of_a_chain_is_the_newest_of_its_sequence():
+    """What attention takes from elsewhere than the cache."""
+    table, length = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32), torch.tensor([3, 5], dtype=torch.int32)
+    storage = torch.zeros(1, 4, 1, 4, 1)
+    nothing = torch.zeros(2, dtype=torch.int32)
+    seq = torch.tensor([0, 1], dtype=torch.int32)
+    cache = PagedKV(storage, storage, slot=nothing, seq=seq, table=table, start=nothing, length=length)
+    assert chains.slots_of_steps(cache, 3).tolist() == [[10, 4], [11, 5], [0, 6]]
 
 
 def test_entries_one_by_one(eagle, ceiling):

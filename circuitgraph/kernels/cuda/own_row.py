@@ -23,6 +23,8 @@ from .values import LOAD, do, from_lane_beside, hold, load, load_int, put, regis
 
 PADDING = 8
 """Elements between heads in shared memory, so that eight of them are read from different banks."""
+MOST = 128
+"""Columns of a head."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def heads_of(plan: Plan, group: Group, name: str) -> Heads:
 
 
 def append_of(group: Group) -> Node | None:
-    """What makes the cache that the anchor reads."""
+    """What makes, in this group, the cache that the anchor reads."""
     return next((node for node in group.prologue if node.op == "append" and node.name == group.anchors[0].inputs[1]), None)
 
 
@@ -66,6 +68,8 @@ def refuse_own_row(plan: Plan, group: Group) -> str | None:
         return "norms and rotates what others made"
     if any(number % 2 for heads in (queries, keys) for number in (heads.start, heads.pitch)):
         return "reads words of two columns"
+    if int(types[append.inputs[1]].shape[2]) > MOST:  # type: ignore[union-attr]
+        return f"makes heads of {MOST} columns at most: of larger ones few warps make many, which takes as long as a launch"
     ends = sinks_of(plan, group, (*group.anchors, *group.epilogue))
     if set(sinks_of(plan, group, group.nodes)) != set(ends):
         return "stores the result alone"
@@ -76,14 +80,17 @@ def refuse_own_row(plan: Plan, group: Group) -> str | None:
         return "needs heads, weights of their norms and the cache in bf16 or f16, all the same"
     if len(weights) == 1 or len({(norm.attr["eps"], norm.attr["flavour"]) for norm, _ in norms if norm}) > 1:
         return "norms queries and keys alike"
-    if any(ropes) and (not all(ropes) or ropes[0].inputs[1:] != ropes[1].inputs[1:]):  # type: ignore[union-attr]
+    if len({(rope.inputs[1:], rope.attr["style"]) if rope else None for rope in ropes}) > 1:
         return "rotates queries and keys alike"
+    others = {node.name for node in group.prologue if node.op in ("rms_norm", "rope")}
+    if others - {node.name for pair in norms for node in pair if node}:
+        return "makes gates element by element"
     if ropes[0]:
         half = int(types[ropes[0].inputs[2]].shape[1])  # type: ignore[union-attr]
         if ropes[0].attr["style"] != "half" or (half % 64 and half not in (8, 16, 32)):
             return f"rotates halves of 8, 16, 32 or a multiple of 64 columns, got {half} in style {ropes[0].attr['style']}"
-        if ropes[0].inputs[1] not in {item.name for item in plan.circuit.inputs}:
-            return "rotates by positions that are given"
+        if ropes[0].inputs[1] != "position" or "position" not in {item.name for item in plan.circuit.inputs}:
+            return "rotates by positions that are given"  # which are there before the program starts
     return None
 
 
@@ -131,7 +138,7 @@ class OwnRow:
         return self.slot
 
     def fetch(self, first_head: Any, kv_head: Any, appends: Any) -> None:
-        """All that no kernel before makes, of the heads that the warp will make: keys and values where the block `appends`."""
+        """All that no kernel before makes, of heads that the warp may have to make: keys and values where the block `appends`."""
         self.count = hold(T.Select(appends, T.int32(self.members + 2), T.int32(self.members)), "int32", "heads")
         rope = self.queries.rope
         position = load_int(self.env.buffer(rope.inputs[1]), [self.row]) if rope else None
@@ -171,14 +178,12 @@ class OwnRow:
                 word = register("uint32")
                 do(T.ptx["ld.global.nc.b32"](word[0], T.reinterpret("handle", place + T.uint64(128 * index))))
                 for part, weight in enumerate(self._pair(word[0])):
-                    weight = weight + T.float32(1) if centred else weight
-                    put(turn.weights, T.Select(value, T.float32(1), weight), 2 * index + part)
+                    put(turn.weights, weight + T.float32(1) if centred else weight, 2 * index + part)
         for index in range(self._turned() * 2):
             first = (index // 2 * 32 + lane) * 2 + index % 2
-            there = T.And(T.Not(value), first < 2 * self.half)
             for numbers, table, other in zip((turn.cos, turn.sin), self.queries.rope.inputs[2:4], (1, 0), strict=True):
                 put(numbers, T.float32(other), index)
-                with T.If(there), T.Then():
+                with T.If(first < 2 * self.half), T.Then():
                     angle = hold(T.floormod(first, self.half), "int32")
                     put(numbers, load(self.env.buffer(table), [position, angle], constant=True), index)
             if self._across():  # the first of a pair is turned the other way than the second
@@ -196,7 +201,7 @@ class OwnRow:
     # -- behind it ---------------------------------------------------------------------------------------------
 
     def make(self, release: Callable[[], None]) -> None:
-        """All heads of the block. `release`: called when what others made has come."""
+        """All heads of the block. `release`: called when what others made has come, as far as the warp waits for it."""
         for turn in self.turns:  # all are on their way before the first is needed
             with T.If(turn.head < self.count), T.Then():
                 for index in range(self.each):
@@ -219,8 +224,7 @@ class OwnRow:
             for index in range(2 * self.each):
                 put(squares, squares[0] + numbers[index] * numbers[index])
             mean = T.cuda.warp_sum(squares[0]) * T.float32(1 / self.dim)
-            inverse = T.Select(turn.value > 0, T.float32(1), T.rsqrt(mean + T.float32(norm.attr["eps"])))
-            inverse = hold(inverse)
+            inverse = hold(T.rsqrt(mean + T.float32(norm.attr["eps"])))
             for index in range(2 * self.each):
                 put(numbers, numbers[index] * inverse * turn.weights[index], index)
         for index in range(2 * self._turned()):
@@ -234,7 +238,9 @@ class OwnRow:
                 put(numbers, first * cos - second * sin, index)
                 put(numbers, second * cos + first * sin, index + there)
         for index in range(self.each):
-            do(T.ptx[f"cvt.rn.{self.kind}x2.f32"](turn.words[index], numbers[2 * index + 1], numbers[2 * index]))
+            made = register("uint32", name="made")
+            do(T.ptx[f"cvt.rn.{self.kind}x2.f32"](made[0], numbers[2 * index + 1], numbers[2 * index]))
+            put(turn.words, T.Select(turn.value > 0, turn.words[index], made[0]), index)
             T.buffer_store(self.lines, turn.words[index], [turn.head, self.at.lane + 32 * index])
         with T.If(turn.head >= self.members), T.Then():
             for index in range(self.each):

@@ -36,9 +36,10 @@ def groups_of(heads: int, kv_heads: int) -> tuple[int, int] | None:
     return None if heads % kv_heads or each % groups else (groups, each // groups)
 
 
-def shared_bytes(dim: int, group: int, warps: int, stages: int) -> int:
-    """A row of its own included, which not every kernel has."""
-    return warps * (stages * 2 * TILE * dim * 2 + group * (dim + 2) * 4) + group * 8 + (group + 2) * (dim + PADDING) * 2
+def shared_bytes(dim: int, group: int, warps: int, stages: int, *, own: bool = False) -> int:
+    """own: with a row that it makes itself."""
+    row = (group + 2) * (dim + PADDING) * 2 if own else 0
+    return warps * (stages * 2 * TILE * dim * 2 + group * (dim + 2) * 4) + group * 8 + row
 
 
 class PagedAttention:
@@ -94,11 +95,7 @@ class PagedAttention:
                 kv_head = self.kv_head if self.groups == 1 else hold(T.floordiv(self.kv_head, self.groups), "int32")
                 self.own.fetch(self.kv_head * self.group, kv_head, self.appends > 0)
             self._fill(tile, ahead, found)
-            self._load_query(joins)
-            if (
-                joins and not self.own
-            ):  # only now: the next kernel fills the memory's queues with weights, and the one before had values to fetch
-                self.env.release()
+            self._load_query(self.env.release if joins else lambda: None)
             self._reset()
             put(slot, T.int32(0))
             with T.While(tile[0] < self.stop):
@@ -151,12 +148,10 @@ class PagedAttention:
         return T.bool(True) if self.own else (tile + 1) * TILE <= self.end - self.query.fresh
 
     def _find_own(self, first_tile: Any, last_tile: Any, each: Any) -> None:
-        """Does the block have the tile of the row of its own, if there is one, and which warp?"""
+        """Does the block have the tile of the row of its own, if there is one?"""
         tile = hold(T.max(last_tile - first_tile - 1, T.int32(0)), "int32")
-        whose = hold(T.floordiv(tile, each), "int32")
-        mine = T.And(self.stored < self.end, T.EQ(whose, self.part))
+        mine = T.And(self.stored < self.end, T.EQ(T.floordiv(tile, each), self.part))
         self.appends = hold(T.Cast("int32", mine), "int32", "appends")
-        self.owner = hold(T.floormod(tile - whose * each, self.warps), "int32", "owner")
 
     def _place_own(self, own: OwnRow, tile: Any, slot: Any) -> None:
         """The row of its own into its tile; over all rows of the tile where no other row is visible, since none was copied."""
@@ -165,8 +160,7 @@ class PagedAttention:
             line = row * self.chunks + T.bitwise_xor(chunk, T.bitwise_and(row, 7))
             return self.ring.ptr_to([self.at.warp, slot, part, line, 0])
 
-        mine = T.And(self.appends > 0, T.EQ(self.at.warp, self.owner))
-        with T.If(T.And(mine, T.EQ(tile, T.floordiv(self.stored, TILE)))), T.Then():
+        with T.If(T.And(self.appends > 0, T.EQ(tile, T.floordiv(self.stored, TILE)))), T.Then():  # one warp has that tile
             alone = self.first >= self.stored
             first = hold(T.Select(alone, T.int32(0), T.floormod(self.stored, TILE)), "int32")
             own.place(place, first, hold(T.Select(alone, T.int32(TILE), T.int32(1)), "int32"))
@@ -201,11 +195,14 @@ class PagedAttention:
         row = T.floordiv(self.at.lane, 4)
         return row + 8 * half if half else row
 
-    def _load_query(self, joins: bool) -> None:
+    def _load_query(self, release: Callable[[], None]) -> None:
+        """The next kernel starts only then: it fills the memory's queues with weights, and the one before had values to fetch."""
         if self.own:
-            self.own.make(self.env.release if joins else lambda: None)
+            self.own.make(release)
         load = self.own.fragments if self.own else self._load_half
         self.q = [load(half) for half in range(self.halves)]
+        if not self.own:
+            release()
 
     def _load_half(self, half: int) -> Any:
         q = register("uint32", self.dim // 8, "q")

@@ -185,12 +185,18 @@ def attend_end(env, group: Group, query: Query) -> Callable[[Any, Any, Any, Any]
     (node,) = group.anchors
     sinks = sinks_of(env.plan, group, group.nodes)
     targets = {name: env.flat(name) for name in sinks}
-    dim = query.shape[2]
+    dim, types = query.shape[2], env.plan.circuit.types
+    nodes = [item for item in group.nodes if item.op not in VIEWS]
+    merges = [item for item in group.nodes if item.op == "merge"]
 
     def finish(row, head, column, value):
-        evaluator = Evaluator(env, [item for item in group.nodes if item.op not in VIEWS], {node.name: lambda _: value})
-        for name, target in targets.items():
-            store(target, [row, head * dim + column], evaluator.at(name, Place(row, head, column)))
+        place, whole = Place(row, head, column), head * dim + column
+        known = {node.name: lambda _: value}
+        heads = Evaluator(env, nodes, known)
+        rows = Evaluator(env, nodes, {item.name: lambda _, item=item: heads.at(item.inputs[0], place) for item in merges})
+        for name, target in targets.items():  # what follows a merge has no heads
+            of_rows = types[name].rank == 2
+            store(target, [row, whole], rows.at(name, Place(row, 0, whole)) if of_rows else heads.at(name, place))
 
     return finish
 
@@ -225,7 +231,7 @@ def attend_end_of_some(env, group: Group, query: Query) -> Callable[[Any, Any, A
         target = words.ptr_to([row, hold(T.floordiv(head * dim + column, 2), "int32")])
         do(T.ptx[f"st.global.v{len(pairs)}.b32"](target, *(pair[0] for pair in pairs)))
 
-    if others or dtype == "f32":
+    if others or dtype == "f32" or env.plan.circuit.types[sink].rank == 2:
         return finish
     words = env.words(sink)
     return finish_words

@@ -183,7 +183,7 @@ class AttendPaged(Kernel):
         cut = groups_of(heads, kv_heads)
         if cut is None:
             return f"{heads} query heads over {kv_heads}"
-        used = shared_bytes(dim, cut[1], *AttendPaged.cut(plan, group, params))
+        used = shared_bytes(dim, cut[1], *AttendPaged.cut(plan, group, params), own=group.pattern == OWN_ROW)
         if used > architecture_of(plan).shared_bytes:
             return f"needs {used} B of shared memory"
         parts = AttendPaged.parts(plan, group, params)
@@ -203,7 +203,7 @@ class AttendPaged(Kernel):
         cuts = [(params.warps, stages) for stages in range(params.stages, 1, -1)]
         cuts += [(params.warps >> shift, 2) for shift in range(1, 3) if params.warps >> shift]
         _, members = groups_of(heads, kv_heads) or (1, heads // kv_heads)
-        return fitting(plan, cuts, lambda cut: shared_bytes(dim, members, *cut))
+        return fitting(plan, cuts, lambda cut: shared_bytes(dim, members, *cut, own=group.pattern == OWN_ROW))
 
     @staticmethod
     def parts(plan: Plan, group: Group, params: Any) -> int:
