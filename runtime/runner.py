@@ -365,7 +365,8 @@ class DraftRunner(abc.ABC):
     def draft(
         self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor, kv: Caches, *, recycled: bool = False
     ) -> DraftStep:
-        """One draft position of n sequences; appends row i at slot[i]."""
+        """One draft position of n sequences; appends row i at slot[i], where row length[i] - 1 of its sequence lies: compiled
+        attention may take that row from where it was made."""
         out = self._step(self._entry(recycled=recycled), token, hidden, position, kv, recycled)
         return DraftStep(out["draft"], out["logprob"], out["next_hidden"])
 
