@@ -231,7 +231,7 @@ def test_attention_of_blocks_asks_for_old_cache_rows_before_the_wait(rows):
 def test_rows_of_sequences_of_their_own_are_no_blocks():
     from tests.cuda.test_emit import aligned
 
-    plan = aligned(16)
+    plan = aligned(17)  # of which attention makes none itself
     assert kernels_of(plan)["attend"] == "attention_paged"
     assert "for entries of blocks" in refusals_of(plan)
 
