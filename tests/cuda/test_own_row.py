@@ -12,6 +12,8 @@ from circuitgraph.plan.place import place
 from circuitgraph.plan.schedule import load_schedule, schedule
 from tests.cuda.test_emit import kernels_of, source_of
 from tests.cuda.test_paged import attending, parts_of
+from tests.plan.test_fuse import GATED
+from tests.plan.test_fuse import attending as without_norms
 
 NORMED = {"qk_norm": True}
 
@@ -160,3 +162,14 @@ def test_a_launch_is_saved():
     without = place(schedule(fused, rules))
     assert (patterns(plan), patterns(without)) == ([OWN_ROW], ["cache_rows", "attend"])
     assert len(kernels_of(source_of(without))) == len(kernels_of(source_of(plan))) + 1
+
+
+def test_a_factor_behind_the_merge_is_applied_to_rows():
+    """It has no heads: its columns are those of all heads."""
+    _, plan = without_norms(4, a=GATED)
+    (kernel,) = [text for text in kernels_of(source_of(place(plan))) if "largest" in text]
+    *_, end = kernel.split("barrier_cluster_wait")[:-1]
+    factors = re.findall(r"ld_global_b16\([^;]*\(sigmoid_ptr\[\((.*) \+ \d+\)\]", end)
+    stored = re.findall(r"st_global_b16\(\(&\(a_out_ptr\[(.*)\]\)\),", end)
+    assert len(factors) == 4
+    assert factors == stored  # each at its own place
