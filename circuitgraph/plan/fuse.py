@@ -28,7 +28,8 @@ class Pattern:
     With `between`, everything on the way from the anchor's first input to the end of its epilogue joins as further anchors;
     the pattern does not match if there is nothing, or another op. `kind`: of the targets that the pattern is for, if not all.
     `optional`: where no rule of the schedule accepts such a group, its nodes go to the patterns after this one. With `whole` the
-    prologue is of all that the group reads, its epilogue included.
+    prologue is of all that the group reads, its epilogue included. `tail`: ops of which one may be the epilogue's last though its
+    input has other readers, for whom that is stored.
     """
 
     name: str
@@ -41,9 +42,11 @@ class Pattern:
     kind: str = ""
     optional: bool = False
     whole: bool = False
+    tail: tuple[str, ...] = ()
 
 
 QKV = "qkv"
+NORMED = "project_norm"
 OWN_ROW = "attend_own_row"
 NORMS = ("rms_norm",)
 JOIN = ("embed", "zero_at", "rms_norm", "cat")
@@ -58,6 +61,17 @@ PATTERNS = (
         between=("route", "linear", "silu", "mul", "sigmoid", "scale_rows"),
         kind="cuda",
     ),
+    # The norm of what comes next, where sums are joined by rows anyway: a launch for that alone would be all latency.
+    Pattern(
+        NORMED,
+        "linear",
+        prologue=NORMS,
+        epilogue=("add",),
+        needs=("add", "rms_norm"),
+        tail=NORMS,
+        kind="cuda",
+        optional=True,
+    ),
     # lm_head, top-1 and log-probability: the logits never reach memory. On GPUs the best id becomes the target's there, too: a
     # launch for that alone would be all latency.
     Pattern("head", "linear", prologue=NORMS, epilogue=("top1", "target_ids"), needs=("top1", "target_ids"), kind="cuda"),
@@ -68,14 +82,13 @@ PATTERNS = (
     Pattern("head", "linear", prologue=NORMS, epilogue=("masked_top1",), needs=("masked_top1",)),
     # silu(gate) * up in the epilogue of one pass over both weights.
     Pattern("gated", "linear", siblings=True, prologue=NORMS, epilogue=("silu", "mul"), needs=("silu", "mul")),
-    # Queries, keys and values to rotated queries and rows of the cache, where no norm lies between: a launch for that alone would
-    # be all latency.
+    # Queries, keys and values to rotated queries and rows of the cache: a launch for that alone would be all latency.
     Pattern(
         QKV,
         "linear",
         siblings=True,
         prologue=JOIN,
-        epilogue=("heads", "rope", "append"),
+        epilogue=("heads", "rms_norm", "rope", "append"),
         needs=("rope", "append"),
         kind="cuda",
         optional=True,
@@ -143,6 +156,11 @@ def _match(circuit: Circuit, pattern: Pattern, anchor: Node, taken: set[str]) ->
         anchors = [node for node in anchors if node.name not in taken and circuit.storage.get(node.inputs[1]) == stored]
     members = {node.name for node in anchors}
     epilogue = _absorb_readers(circuit, pattern, anchors, members, taken)
+    if pattern.tail:
+        beside = [node for node in circuit.consumers(anchor.inputs[0]) if node.op == pattern.anchor]
+        if len(beside) > 1:
+            return None  # a sibling would have to read the same x in a launch of its own
+        epilogue += _tail(circuit, pattern, epilogue, members, taken)
     if any(need not in {node.op for node in epilogue} for need in pattern.needs):
         return None
     if pattern.between:
@@ -184,6 +202,16 @@ def _absorb_readers(circuit: Circuit, pattern: Pattern, anchors: list[Node], mem
                 ends += [value.name for value in reader.outputs]
                 grown = True
     return epilogue
+
+
+def _tail(circuit: Circuit, pattern: Pattern, epilogue: list[Node], members: set[str], taken: set[str]) -> list[Node]:
+    """The one reader of the epilogue's end that is of `pattern.tail`, if there is but one."""
+    ends = [value.name for node in epilogue[-1:] for value in node.outputs]
+    readers = [node for name in ends for node in circuit.consumers(name) if node.op in pattern.tail]
+    if len(readers) != 1 or readers[0].name in taken or readers[0].inputs[0] not in ends:
+        return []
+    members.add(readers[0].name)
+    return readers
 
 
 def _between(circuit: Circuit, anchor: Node, members: set[str]) -> list[Node]:

@@ -48,7 +48,8 @@ def kernels(plan):
 @pytest.mark.parametrize(("rows", "kind"), [(1, "stream"), (16, "stream"), (33, "tiles"), (64, "tiles")])
 def test_every_storage_reaches_the_tensor_cores(storage, rows, kind, arch):
     kind = "warpgroups" if kind == "tiles" and arch == "sm_90a" else kind
-    assert set(kernels(plan_of(str(storage), rows, arch=arch)).values()) == {f"cuda.linear_{kind}", f"cuda.top1_{kind}"}
+    found, wanted = set(kernels(plan_of(str(storage), rows, arch=arch)).values()), {f"cuda.linear_{kind}", f"cuda.top1_{kind}"}
+    assert wanted <= found <= wanted | ({"cuda.joined_warpgroups"} if kind == "warpgroups" else set())
 
 
 @pytest.mark.parametrize("storage", EVERY, ids=str)

@@ -17,17 +17,18 @@ from circuitgraph.kernels.cuda.block_attention import shared_bytes
 from circuitgraph.kernels.cuda.block_templates import AttendBlocks
 from circuitgraph.kernels.cuda.turned_warpgroups import TurnedTile
 from circuitgraph.kernels.cuda.warpgroup_templates import Top1Warpgroups, WarpgroupParams, sizes_of
-from circuitgraph.kernels.cuda.warpgroups import DEPTH, ROWS
+from circuitgraph.kernels.cuda.warpgroups import DEPTH, PACE, ROWS, STEADY_PACE
 from circuitgraph.measure.shapes import SHAPES, state_storage
 from circuitgraph.pipeline import Run, plan_piece
 from circuitgraph.plan.schedule import load_schedule
 from circuitgraph.target import Target
-from tests.gpu.pack import CASES, TARGET, plans_of
+from tests.gpu.pack import CASES, TARGET, circuit_of
 
 RULES = load_schedule("cuda")
 LARGE = SHAPES["dflash-qwen3-8b"]
 PARAMS = WarpgroupParams()
-PRODUCTS = ("project", "gated", "head")
+PRODUCTS = ("project", "qkv", "project_norm", "gated", "head")
+NO_JOIN = tuple(rule for rule in RULES if rule.kernel.name != "cuda.joined_warpgroups")
 
 
 @functools.cache
@@ -42,8 +43,12 @@ def dflash(dtype: str = "bf16", storage: str = "", **sizes):
         return bind(program, **options).circuit
 
 
-def plan_of(circuit, rows: int, arch: str = "sm_90a", entry: str = "draft"):
-    return plan_piece(Run(), circuit, entry, rows, f"cuda:{arch}", RULES)
+def plan_of(circuit, rows: int, arch: str = "sm_90a", entry: str = "draft", rules=RULES):
+    return plan_piece(Run(), circuit, entry, rows, f"cuda:{arch}", rules)
+
+
+def products_of(plan):
+    return [group for group in plan.groups if group.pattern in PRODUCTS]
 
 
 def kernels_of(plan) -> dict[str, str]:
@@ -64,7 +69,10 @@ def test_blocks_in_their_real_size_get_warpgroups_on_hopper_alone(blocks):
     for arch in ARCHITECTURES:
         found = kernels_of(plan_of(dflash(), rows, arch))
         if architecture(arch).warpgroups:
-            assert (found["project"], found["gated"], found["head"]) == (*["linear_warpgroups"] * 2, "top1_warpgroups")
+            queries = found["project"] if blocks == 3 else found["qkv"]  # of 48 rows they come in one part
+            assert queries == ("linear_warpgroups" if blocks == 3 else "joined_warpgroups")
+            assert found["project_norm"] == "joined_warpgroups"
+            assert (found["gated"], found["head"]) == ("linear_warpgroups", "top1_warpgroups")
             assert found["attend"] == "attention_blocks"
         else:
             assert "warpgroups" not in str(found)
@@ -99,20 +107,49 @@ def test_scales_that_change_within_a_piece_are_refused():
 
 def test_few_rows_get_warpgroups_where_nothing_streams():
     """Of 16 rows: 18944 columns do not split into parts that fit the registers, and a head of 7168 has none."""
-    plan = plan_of(dflash(intermediate_size=18944), 16)
+    plan = plan_of(dflash(intermediate_size=18944), 16, rules=NO_JOIN)
     last = [choice.kernel for group, choice in zip(plan.groups, plan.choices, strict=True) if group.pattern == "project"][-1]
     assert last == "cuda.linear_warpgroups"
     assert kernels_of(plan_of(dflash(hidden_size=7168), 16))["head"] == "top1_warpgroups"
+
+
+def test_one_block_has_joined_products_where_there_are_two_launches_anyway():
     found = kernels_of(plan_of(dflash(), 16))
+    assert (found["qkv"], found["project_norm"]) == ("joined_warpgroups", "joined_warpgroups")
     assert (found["project"], found["gated"], found["head"]) == ("linear_stream", "linear_stream", "top1_stream")
+    assert "for 4608 columns and more, got 4096 (project_norm)" in refusals_of(plan_of(dflash(), 16))
+    assert "joined" not in str(kernels_of(plan_of(dflash(), 16, "sm_100")))
+    assert "joined" not in str(kernels_of(plan_of(dflash(storage="fp8 128x128"), 16)))
+
+
+@pytest.mark.parametrize(("columns", "joined"), [(4096, 1), (6144, 3)])
+def test_a_norm_that_nobody_left_is_taken_in_by_a_stream(columns, joined):
+    """Of 16 rows and two layers: the second one's queries, keys and values are joined where down before them is."""
+    plan = plan_of(dflash(intermediate_size=columns, num_hidden_layers=2), 16)
+    assert [choice.kernel for choice in plan.choices].count("cuda.joined_warpgroups") == joined + (columns > 4096)
+    said = "for x that is there: a stream takes in its norm (qkv)"
+    assert (said in refusals_of(plan)) == (columns == 4096)
+
+
+@pytest.mark.parametrize("storage", ["", "fp8 128x128", "nvfp4"])
+def test_a_block_that_multiplies_has_some_bytes_on_their_way(storage):
+    plan = plan_of(dflash(storage=storage), 128)
+    tile = PARAMS.tile(plan, groups_of(plan)["gated"])
+    (kernel,) = [kernel for kernel in kernels_with(plan, "gate_proj_ptr") if "wgmma" in kernel]
+    before, after = kernel.split("griddepcontrol_wait();", 1)
+    for text, pace in ((before, PACE), (after, STEADY_PACE)):
+        (stages,) = {int(most) for most in re.findall(r"cp_async_wait_group\w*_(\d+)\(", text)}
+        assert stages == max(1, pace // tile.weight_bytes)
+        assert stages < tile.stages or (storage, pace) == ("nvfp4", STEADY_PACE), "a limit, but for a short ring of few bytes"
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16, 17, 32, 48, 64, 100, 128, 129, 200, 256, 300, 1024])
 def test_tiles_fit_and_cover(rows):
     """Every tile: shared memory, the columns of every part, all rows, no row tile more than needed."""
     plan = plan_of(dflash(), 16 * -(-rows // 16))
-    for pattern in ("project", "gated", "head"):
-        group, head = groups_of(plan)[pattern], pattern == "head"
+    assert len(products_of(plan)) == 5
+    for group in products_of(plan):
+        head = group.pattern == "head"
         weights, columns, _ = sizes_of(plan, group)
         tile = PARAMS.tile(plan, group, head=head)
         assert tile.shared_bytes <= architecture("sm_90a").shared_bytes
@@ -135,7 +172,7 @@ def test_tiles_fit_and_cover(rows):
 def test_x_is_the_rows_of_wgmma_where_it_has_nearly_64_or_128():
     def turned(circuit, rows: int) -> set[bool]:
         plan = plan_of(circuit, rows)
-        tiles = [PARAMS.tile(plan, group, head=name == "head") for name, group in groups_of(plan).items() if name in PRODUCTS]
+        tiles = [PARAMS.tile(plan, group, head=group.pattern == "head") for group in products_of(plan)]
         return {isinstance(tile, TurnedTile) for tile in tiles}
 
     found = {rows: turned(dflash(), rows) for rows in (32, 48, 64, 80, 96, 112, 128, 192, 208, 256)}
@@ -149,21 +186,20 @@ def test_turned_tiles_are_what_one_wgmma_takes():
     """Halves of a tile, and columns that meet in a thread."""
     for rows in (64, 128):
         plan = plan_of(dflash(), rows)
-        for group in plan.groups:
-            if group.pattern in PRODUCTS:
-                tile, matrices = PARAMS.tile(plan, group, head=group.pattern == "head"), sizes_of(plan, group)[2]
-                assert isinstance(tile, TurnedTile)
-                assert tile.across * tile.sides == tile.weights
-                assert tile.across % (8 * matrices) == 0
-                assert tile.across <= 256
+        for group in products_of(plan):
+            tile, matrices = PARAMS.tile(plan, group, head=group.pattern == "head"), sizes_of(plan, group)[2]
+            assert isinstance(tile, TurnedTile)
+            assert tile.across * tile.sides == tile.weights
+            assert tile.across % (8 * matrices) == 0
+            assert tile.across <= 256
 
 
 @pytest.mark.parametrize("rows", [64, 128])
 def test_narrow_layers_fill_the_processors(rows):
     """An 8B layer: no product on less than 120 of 132 processors, and none of them twice."""
     plan = plan_of(dflash(), rows)
-    for group in plan.groups:
-        if group.pattern in ("project", "gated"):
+    for group in products_of(plan):
+        if group.pattern != "head":
             tile = PARAMS.tile(plan, group)
             assert 120 <= -(-sizes_of(plan, group)[0] // tile.weights) * tile.parts <= 132, group.name
 
@@ -252,7 +288,7 @@ def test_every_weight_is_copied_once_and_before_the_wait():
 def test_a_bias_is_read_within_its_columns():
     """Blocks that add parts are wider than some projections, and compute what they do not store."""
     case = next(case for case in CASES if case.name == "biased_bf16")
-    plans = [plan for plan in plans_of(case) if plan.rows == 32 and plan.entry == "draft"]
+    plans = [plan_of(circuit_of(case), 32, rules=NO_JOIN)]
     backend = make_backend(TARGET)
     text = "".join(backend.sources(backend.lower(plans)))
     kernels = [part for part in re.split(r"(?m)^(?=extern )", text) if re.search(r"bias_ptr\[", part)]

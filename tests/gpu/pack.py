@@ -174,6 +174,7 @@ CASES = (
         {"head_dim": 256, "num_attention_heads": 4},
         {"recycle": "pre_norm", "rope_style": "interleaved"},
         widths=(1, 9),
+        context_rows=(4, 64),
     ),
     # Columns that are no whole number of steps for sixteen warps, in parts; of one step for eight, in one.
     Case("long_bf16", sizes={"intermediate_size": 17408}, widths=(9, 16), entries=STEP),
@@ -443,6 +444,17 @@ CASES = (
         {**DFLASH_SIZES, "head_dim": 64},
         widths=(1, 3),
         context_rows=(16,),
+        entries=STEP,
+        program="dflash",
+        block=16,
+    ),
+    # Rows that no power of two divides, each of several columns a thread; down in parts that are joined at one block, too.
+    Case(
+        "direct_dflash_wide",
+        "dflash_qwen3",
+        {**DFLASH_SIZES, "hidden_size": 2560, "intermediate_size": 9216},
+        widths=(1, 2, 8),
+        context_rows=(64,),
         entries=STEP,
         program="dflash",
         block=16,

@@ -13,12 +13,6 @@ from .values import LOG2_E, LOWEST, do, hold, load, load_int, put, register, sto
 
 WARPS = 4
 
-RELEASE_SHARED = """
-__forceinline__ __device__ void circuitgraph_release_shared() {
-  asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
-}
-"""
-
 
 @dataclass(frozen=True)
 class Query:
@@ -153,17 +147,6 @@ def emit_combine(env: Any, query: Query, finish: Callable[[Any, Any, Any, Any], 
             finish(row, head, d, joined(found))
 
         for_each(dim, at.warp * 32 + at.lane, warps * 32, column)
-
-
-def cluster_sync(parts: int) -> None:
-    """All thread blocks of a context's parts: a cluster, or the block alone."""
-    if parts == 1:
-        do(T.cuda.cta_sync())
-    else:
-        # What others read is in shared memory: a release of all memory would wait for whatever is on its way to L2, 1 us.
-        do(T.cuda.func_call("circuitgraph_release_shared", source_code=RELEASE_SHARED))
-        do(T.ptx.barrier.cluster.arrive.relaxed.aligned())
-        do(T.ptx.barrier.cluster.wait.acquire.aligned())
 
 
 def of_block(parts: int, part: int, place: Any) -> Any:

@@ -19,10 +19,10 @@ from typing import Any
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
-from .attention import Query, cluster_sync, some_of_block
+from .attention import Query, some_of_block
 from .latent import SWIZZLE_128, power_of_two
 from .paged import LOAD_TRANSPOSED
-from .values import COPY, COPY_ONCE, LOAD, LOG2_E, LOWEST, do, from_lane, hold, load_int, put, register, wide, zeros
+from .values import COPY, COPY_ONCE, LOAD, LOG2_E, LOWEST, cluster_sync, do, from_lane, hold, load_int, put, register, wide, zeros
 
 TILE = 64
 """Cache rows of a tile."""

@@ -16,8 +16,8 @@ from .stream import Stream
 from .stream_scales import scales_for
 from .values import do, hold, put, register, zeros
 
-FIRST_STAGES = 2
-"""Stages of the ring that are filled before x is asked for: what is decoded while x is on its way. Others come behind it."""
+FIRST_STAGES = 1
+"""Stages of the ring that are filled before x is asked for; others come behind it."""
 
 AHEAD = 2
 """Steps whose weights are decoded while x is on its way."""

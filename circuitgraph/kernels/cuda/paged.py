@@ -16,10 +16,10 @@ from typing import Any
 from tvm.backend.cuda.lang.alloc_pool import SMEMPool
 from tvm.tirx.script import builder as T
 
-from .attention import Query, cluster_sync, joined_columns, of_block, some_of_block
+from .attention import Query, joined_columns, of_block, some_of_block
 from .own_row import PADDING, OwnRow
 from .row_program import for_each
-from .values import COPY_ONCE, LOAD, LOG2_E, LOWEST, do, from_lane, hold, put, register, store, wide, zeros
+from .values import COPY_ONCE, LOAD, LOG2_E, LOWEST, cluster_sync, do, from_lane, hold, put, register, store, wide, zeros
 
 TILE = 16
 

@@ -35,6 +35,10 @@ class QuantisedWarpgroupTile(WarpgroupTile):
         return self.weights * DEPTH // self.piece_columns
 
     @property
+    def weight_bytes(self) -> int:
+        return self.pieces * (20 if self.scales else 16)
+
+    @property
     def words(self) -> dict[str, int]:
         """32-bit words of shared memory: converted weights of one stage, x and raw weights of all, scales."""
         lines = {"converted": self.weights * DEPTH // 2, "x": self.stages * self.rows * DEPTH // 2}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tvm.tirx.script import builder as T
@@ -19,7 +20,7 @@ from ...circuit.types import StateType, TensorType
 from ...ops.linear import MASK_BITS
 from ...plan.fuse import APPENDS
 from ...plan.ir import VIEWS
-from .values import do, gate, hold, load, load_int, put, register, silu, store, wide
+from .values import cluster_sync, do, gate, hold, load, load_int, put, register, silu, store, wide
 
 ELEMENTWISE = {
     "add": lambda a, b: a + b,
@@ -352,26 +353,43 @@ def refuse_rows(env_plan: Any, nodes: Sequence[Node], sinks: Sequence[str]) -> s
     return None
 
 
-def emit_rows(env: Any, nodes: Sequence[Node], sinks: Sequence[str], *, warps: int) -> None:
+def emit_rows(
+    env: Any,
+    nodes: Sequence[Node],
+    sinks: Sequence[str],
+    *,
+    warps: int,
+    known: dict[str, Callable[[Place], Any]] | None = None,
+    together: int = 0,
+) -> None:
     """Store `sinks` and do the appends among `nodes`: a block per row and flat value (the parts of a concatenation apart), and
-    a warp per row and head for what has heads."""
-    evaluator = Evaluator(env, nodes)
+    a warp per row and head for what has heads.
+
+    Args:
+        known: values that were computed by other means, see `Evaluator`.
+        together: so many blocks, a cluster if there are several, share a row of all flat values, which are equally wide and of
+            floats; 0: each value has a block of its own.
+    """
+    evaluator = Evaluator(env, nodes, known)
     headed = [name for name in sinks if env.plan.circuit.types[name].rank == 3]
     flat = [piece for name in sinks if name not in headed for piece in _pieces(evaluator, name)]
+    if together and flat:
+        flat = [_Piece(flat[-1].sink, flat[-1].name, 0, tuple(piece.name for piece in flat[:-1]))]
     appends = [node for node in nodes if node.op in APPENDS]
     if flat:
-        _emit_flat(evaluator, flat, warps)
+        _emit_flat(evaluator, flat, warps, max(together, 1))
     if headed or appends:
         _emit_heads(evaluator, headed, appends)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """The value `name`, stored in `sink` from column `start` on."""
+    """The value `name`, stored in `sink` from column `start` on. beside: others that the same block stores as they are."""
 
     sink: str
     name: str
     start: int
+    beside: tuple[str, ...] = ()
 
 
 def _pieces(evaluator: Evaluator, name: str) -> list[_Piece]:
@@ -439,32 +457,43 @@ class _Early:
         return {node.name: position[0] for node, position in zip(self.turns[case], self.positions, strict=False)}
 
 
-def _emit_flat(evaluator: Evaluator, pieces: Sequence[_Piece], warps: int) -> None:
-    """One value of one row by a whole block."""
-    env, threads = evaluator.env, warps * 32
-    with env.kernel(env.plan.rows * len(pieces), warps, early=True) as at:
-        thread = hold(at.warp * 32 + at.lane, "int32")
-        row, turn = hold(T.floordiv(at.block, len(pieces)), "int32"), hold(T.floormod(at.block, len(pieces)), "int32")
+def _emit_flat(evaluator: Evaluator, pieces: Sequence[_Piece], warps: int, cluster: int = 1) -> None:
+    """One value of one row by a whole block, or by a cluster of blocks."""
+    env, threads = evaluator.env, warps * 32 * cluster
+    with env.kernel(env.plan.rows * len(pieces) * cluster, warps, early=True, cluster=cluster) as at:
+        thread, unit = hold(at.warp * 32 + at.lane, "int32"), at.block
+        if cluster > 1:
+            thread = hold(T.floormod(at.block, cluster) * (warps * 32) + thread, "int32")
+            unit = hold(T.floordiv(at.block, cluster), "int32")
+        row, turn = hold(T.floordiv(unit, len(pieces)), "int32"), hold(T.floormod(unit, len(pieces)), "int32")
         spread = Spread(thread, threads, max(evaluator.shape(piece.name)[1] for piece in pieces))
         early = _Early(evaluator, spread, row, [[piece.name] for piece in pieces])
+        total = partial(cluster_sum, cluster) if cluster > 1 else block_sum
 
         def store_piece(case: int) -> None:
             piece = pieces[case]
             name, columns = piece.name, evaluator.shape(piece.name)[1]
             with evaluator.keeping(spread, early, case):
-                evaluator.prepare([name], row, 0, lambda term, count: block_sum(term, count, spread, at, warps))
+                evaluator.prepare([*piece.beside, name], row, 0, lambda term, count: total(term, count, spread, at, warps))
                 if evaluator.types[name].dtype == "i32" and evaluator.types[name].rank == 1:
                     with T.If(thread < 1), T.Then(), evaluator.keeping(None):
                         store(env.buffer(piece.sink), [row], evaluator.at(name, Place(row, 0, 0)))
                     return
-                target = env.flat(piece.sink)
-                spread.each(columns, lambda c: store(target, [row, c + piece.start], evaluator.at(name, Place(row, 0, c))))
+                for value, sink, start in (*((other, other, 0) for other in piece.beside), (name, piece.sink, piece.start)):
+                    _store_columns(evaluator, value, env.flat(sink), row, columns, start, spread)
 
         cases = [T.EQ(turn, case) for case in range(len(pieces))]
         if early.worth_it:
             _choose(cases, early.fetch)
         env.wait()
         _choose(cases, store_piece)
+        if cluster > 1:  # the others may still be reading this block's sums
+            do(T.ptx.barrier.cluster.arrive.relaxed.aligned())
+            do(T.ptx.barrier.cluster.wait.acquire.aligned())
+
+
+def _store_columns(evaluator: Evaluator, name: str, target: Any, row: Any, columns: int, start: int, spread: Spread) -> None:
+    spread.each(columns, lambda c: store(target, [row, c + start], evaluator.at(name, Place(row, 0, c))))
 
 
 def _choose(cases: Sequence[Any], body: Callable[[int], None]) -> None:
@@ -574,6 +603,22 @@ def block_sum(term: Callable[[Any], Any], columns: int, spread: Spread, at: Any,
     for warp in range(warps):
         put(total, total[0] + shared[warp])
     return total[0]
+
+
+def cluster_sum(blocks: int, term: Callable[[Any], Any], columns: int, spread: Spread, at: Any, warps: int) -> Any:
+    """As `block_sum`, by a cluster of blocks that have at most 32 warps together: each lane asks for the sum of one."""
+    shared = T.alloc_buffer((warps,), "float32", scope="shared")
+    mine, address = hold(T.cuda.warp_sum(_own_total(term, columns, spread)[0])), register("uint32")
+    with T.If(at.lane < 1), T.Then():
+        T.buffer_store(shared, mine, [at.warp])
+    cluster_sync(blocks)
+    one = register("float32")
+    put(one, T.float32(0))
+    with T.If(at.lane < blocks * warps), T.Then():
+        window = T.cuda.cvta_generic_to_shared(shared.ptr_to([T.floormod(at.lane, warps)]))
+        do(T.ptx.mapa.shared__cluster.u32(address[0], window, T.Cast("uint32", T.floordiv(at.lane, warps))))
+        do(T.ptx["ld.shared::cluster.f32"](one[0], address[0]))
+    return hold(T.cuda.warp_sum(one[0]))
 
 
 def _own_total(term: Callable[[Any], Any], columns: int, spread: Spread) -> Any:

@@ -42,7 +42,7 @@ from .shared import (
 )
 from .stream_templates import LinearStream, QkvStream, Top1Stream
 from .tile_templates import LinearTiles, Top1Tiles
-from .warpgroup_templates import LinearWarpgroups, Top1Warpgroups
+from .warpgroup_templates import JoinedWarpgroups, LinearWarpgroups, Top1Warpgroups
 
 __all__ = [
     "Attend",
@@ -50,6 +50,7 @@ __all__ = [
     "AttendPaged",
     "HeadPlain",
     "HeadStream",
+    "JoinedWarpgroups",
     "LatentPlain",
     "LatentWarpgroups",
     "LinearPlain",

@@ -153,3 +153,21 @@ def gate(x: Any) -> Any:
 
 def silu(x: Any) -> Any:
     return hold(x * sigmoid(x))
+
+
+RELEASE_SHARED = """
+__forceinline__ __device__ void circuitgraph_release_shared() {
+  asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
+}
+"""
+
+
+def cluster_sync(parts: int) -> None:
+    """All thread blocks of a cluster of so many, or the one block, are here."""
+    if parts == 1:
+        do(T.cuda.cta_sync())
+    else:
+        # What others read is in shared memory: a release of all memory would wait for whatever is on its way to L2, 1 us.
+        do(T.cuda.func_call("circuitgraph_release_shared", source_code=RELEASE_SHARED))
+        do(T.ptx.barrier.cluster.arrive.relaxed.aligned())
+        do(T.ptx.barrier.cluster.wait.acquire.aligned())

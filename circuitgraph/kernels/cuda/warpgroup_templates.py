@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 from ...circuit.types import TensorType
-from ...plan.fuse import OWN_ROW
+from ...plan.fuse import NORMED, OWN_ROW, QKV
 from ...plan.ir import Group, Plan, Scratch
 from ..base import Kernel, kernel, within
 from .architectures import architecture_of
 from .epilogue import meeting, refuse_epilogue
 from .formats import Format
+from .joined_rows import emit_joined_rows, refuse_joined_rows
 from .plain import Projection
 from .quantised_warpgroups import QuantisedWarpgroups, QuantisedWarpgroupTile
 from .shared import (
@@ -32,7 +33,7 @@ from .shared import (
     refuse_quantised,
     refuse_top1,
 )
-from .stream_templates import appends_next
+from .stream_templates import appends_next, together_in
 from .tile_templates import refuse_scales
 from .turned_warpgroups import GROUP, TurnedTile, TurnedWarpgroups
 from .warpgroups import DEPTH, ROWS, STAGES, UNIT, Ahead, WarpgroupTile, WarpgroupTiles
@@ -51,7 +52,7 @@ def sizes_of(plan: Plan, group: Group) -> tuple[int, int, int]:
     types = plan.circuit.types
     rows = sum(int(types[anchor.inputs[1]].shape[0]) for anchor in group.anchors)  # type: ignore[union-attr]
     columns = int(types[group.anchors[0].inputs[0]].shape[1])  # type: ignore[union-attr]
-    return rows, columns, len(meeting(group)[0][0])
+    return rows, columns, len(together_in(group)[0])
 
 
 def tile_rows(plan: Plan) -> int:
@@ -119,7 +120,9 @@ def refuse_warpgroups(plan: Plan, group: Group, params: WarpgroupParams) -> str 
     arch = architecture_of(plan)
     if not arch.warpgroups:
         return f"{arch.name} has no wgmma"
-    if reason := refuse_quantised(plan, group) or refuse_dtypes(plan, group) or refuse_meeting(group):
+    if reason := refuse_quantised(plan, group) or refuse_dtypes(plan, group):
+        return reason
+    if group.pattern != QKV and (reason := refuse_meeting(group)):
         return reason
     _, columns, _ = sizes_of(plan, group)
     if columns % DEPTH:
@@ -142,7 +145,9 @@ def emit_tiles(env: Any, group: Group, tile: WarpgroupTile, projections: list[Pr
 
 def settles(plan: Plan, group: Group) -> bool:
     """Does attention follow that will ask for cache rows early? See `Stream.emit`."""
-    return appends_next(plan, group) and any(other.pattern in ("attend", OWN_ROW) for other in plan.groups)
+    return (group.pattern == QKV or appends_next(plan, group)) and any(
+        other.pattern in ("attend", OWN_ROW) for other in plan.groups
+    )
 
 
 @kernel
@@ -170,6 +175,55 @@ class LinearWarpgroups(Kernel):
         projections = [projection_of(env, anchors, Ahead(env, group, anchors, nodes)) for anchors, nodes in meeting(group)]
         sums = env.scratch("sums") if tile.parts > 1 else None
         emit_tiles(env, group, tile, projections).emit(sums, settles=settles(env.plan, group))
+
+
+@dataclass(frozen=True)
+class JoinedParams(WarpgroupParams):
+    """blocks: for plain weights in entries of blocks alone, and for no norm that a stream would take in; columns: of so many
+    columns or more alone."""
+
+    blocks: bool = False
+    columns: int = within(0, 0, 1 << 20)
+
+
+@kernel
+class JoinedWarpgroups(Kernel):
+    """Projections as `LinearWarpgroups`, in parts. The launch that adds them does what follows, too: the norm of what comes next;
+    or norms of heads, RoPE and append."""
+
+    name = "cuda.joined_warpgroups"
+    patterns = (NORMED, QKV)
+    Params = JoinedParams
+
+    @staticmethod
+    def refuse(plan: Plan, group: Group, params: Any) -> str | None:
+        if params.blocks and (reason := JoinedWarpgroups.refuse_few(plan, group)):
+            return reason
+        if sizes_of(plan, group)[1] < params.columns:
+            return f"for {params.columns} columns and more, got {sizes_of(plan, group)[1]}"
+        reason = refuse_warpgroups(plan, group, params) or refuse_joined_rows(plan, group)
+        return reason or ("no second launch adds parts: there is one" if params.tile(plan, group).parts == 1 else None)
+
+    @staticmethod
+    def refuse_few(plan: Plan, group: Group) -> str | None:
+        """Why few rows, which could be streamed, are better streamed, or None."""
+        if plan.circuit.entry(plan.entry).rows != "block":
+            return "for entries of blocks"
+        if format_of(plan, group).storage is not None:
+            return "for plain weights: quantised ones of few rows are streamed"
+        return "for x that is there: a stream takes in its norm" if [node.op for node in group.prologue] == ["rms_norm"] else None
+
+    @staticmethod
+    def scratch(plan: Plan, group: Group, params: Any) -> tuple[Scratch, ...]:
+        return LinearWarpgroups.scratch(plan, group, params)
+
+    @staticmethod
+    def emit(env, group: Group, params: Any) -> None:
+        tile, sums = params.tile(env.plan, group), env.scratch("sums")
+        projections = [projection_of(env, [anchor], lambda *_: None) for anchor in group.anchors]
+        tiles = emit_tiles(env, group, tile, projections)
+        tiles.emit(sums, settles=settles(env.plan, group), joins=False)
+        emit_joined_rows(env, group, lambda number, row, column: tiles.joined(sums, number, row, column))
 
 
 @kernel

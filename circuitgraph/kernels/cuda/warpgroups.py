@@ -37,6 +37,8 @@ STAGES = 12
 PACE = 40 * 1024
 """Bytes of weights that are on their way when a block asks for a further stage, before it waits: enough to keep the memory busy.
 More would be in the way of the kernel before, of x, and of all that small kernels read."""
+STEADY_PACE = 72 * 1024
+"""The same of a block that multiplies. With all of a long ring under way, some processors get half as much as others."""
 COPIERS = 4
 """Warps that copy: two weights, two x."""
 LINES = 8
@@ -76,6 +78,11 @@ class WarpgroupTile:
     def across(self) -> int:
         """What one `wgmma` has on its other side."""
         return self.rows
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of weights in a stage."""
+        return self.weights * DEPTH * 2
 
     @property
     def stage_bytes(self) -> int:
@@ -146,9 +153,10 @@ class WarpgroupTiles:
 
     # -- launches ----------------------------------------------------------------------------------------------
 
-    def emit(self, sums: Any = None, *, settles: bool = False) -> None:
+    def emit(self, sums: Any = None, *, settles: bool = False, joins: bool = True) -> None:
         """A block a tile and part; the row tiles of the same weights side by side. sums: fp32 [parts, rows, weight rows], where
-        there are several parts. settles: let the next kernel start only when all before this one are complete."""
+        there are several parts. settles: let the next kernel start only when all before this one are complete. joins: a second
+        launch adds the parts."""
         tile, parts = self.tile, self.tile.parts
         self.settles = settles
         with self.env.kernel(self.count * self.row_tiles * parts, tile.warps, early=True, fence=settles, once=True) as at:
@@ -166,7 +174,7 @@ class WarpgroupTiles:
                     self._leave(sums, part, place)
                 else:
                     self._finish(place)
-        if parts > 1:
+        if parts > 1 and joins:
             self._add_parts(sums)
 
     def emit_best(self, best: Partials, logits: Logits) -> None:
@@ -217,15 +225,13 @@ class WarpgroupTiles:
         with T.If(T.And(self.copier >= 0, self.copier < 2)), T.Then():
             self._find_weights()
             with T.serial(0, tile.stages), T.If(self.place[0] < stop), T.Then():
-                do(T.ptx.cp.async_.wait_group(max(1, PACE // (tile.weights * DEPTH * 2))))
-                self._copy_weights()
-                do(T.ptx.cp.async_.commit_group())
+                self._copy_at_pace(PACE)
         self.env.wait(release=self.settles)
         with T.If(self.copier >= 0):
             with T.Then(), T.If(self.copier < 2):
                 with T.Then(), T.While(self.place[0] < stop):
                     self._await_empty()
-                    self._copy_weights()
+                    self._copy_at_pace(STEADY_PACE)
                 with T.Else(), T.While(self.place[0] < stop):
                     self._await_empty()
                     self._copy_rows()
@@ -305,6 +311,11 @@ class WarpgroupTiles:
             found = tuple(T.if_then_else(inside, one, other) for one, other in pairs) or chosen_here
         return found
 
+    def _copy_at_pace(self, pace: int) -> None:
+        do(T.ptx.cp.async_.wait_group(max(1, pace // self.tile.weight_bytes)))
+        self._copy_weights()
+        do(T.ptx.cp.async_.commit_group())
+
     def _copy_weights(self) -> None:
         self._copy_weight_chunks()
         with self._copied(), T.If(self.place[0] < self.stop), T.Then():
@@ -323,8 +334,8 @@ class WarpgroupTiles:
 
     def _copy_weight_chunks(self) -> None:
         for index in range(self.tile.weights // LINES):
-            ahead = T.Cast("uint64", self.stage[0]) * T.uint64(DEPTH * 2)
-            self._copy(COPY_ONCE, T.reinterpret("handle", self.sources[index] + ahead), index * LINES + self.line, self.at.once)
+            source = self.sources[index] + T.Cast("uint64", self.stage[0]) * T.uint64(DEPTH * 2)
+            self._copy(COPY_ONCE, T.reinterpret("handle", source), index * LINES + self.line, self.at.once)
 
     def _copy_rows(self) -> None:
         """Rows that there are not are replaced by the last one."""
@@ -526,6 +537,14 @@ class WarpgroupTiles:
                     ]
                     self._finish_all(projection, elements)
                 first, start = first + count, start + projection.columns
+
+    def joined(self, sums: Any, number: int, row: Any, column: Any) -> Any:
+        """The whole sum of a column of a projection, for a launch after this one. One weight a projection."""
+        start = sum(projection.columns for projection in self.projections[:number])
+        parts = self._parts_of(sums, row, hold(start + column, "int32"), 0)
+        factor = self._factor(self.projections[number], 0, column)
+        total = hold(sum(parts[1:], parts[0]))
+        return total if factor is None else hold(total * factor)
 
     def _parts_of(self, sums: Any, row: Any, column: Any, matrix: int) -> list[Any]:
         """Those of one sum, on their way."""
