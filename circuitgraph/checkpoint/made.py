@@ -166,5 +166,5 @@ def _cannot_quantise(bound: BoundProgram, name: str, storage: Storage) -> list[F
 
 
 def _absent(bound: BoundProgram, name: str, what: str) -> Fault:
-    hint = "Give target_model= (--target-model), the target's folder."
+    hint = "Give target_model= (--target-model), the target's folder with safetensors: of a GGUF nothing is read before loading."
     return Fault(f"cannot {what}: it is handed over when the artifact is loaded", where=bound.program, subject=name, hint=hint)

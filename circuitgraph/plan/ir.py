@@ -144,7 +144,7 @@ def node_cost(circuit: Circuit, node: Node, rows: int, context: int) -> Cost:
             moved += state.bytes_per_row() // state.layers * rows
         elif StateType(state.name) in ins:
             (entry,) = circuit.entries
-            moved += state.bytes_per_row() // state.layers * (rows // circuit.block_of(entry.name)) * context
+            moved += state.bytes_per_row() // state.layers * -(-rows // circuit.block_of(entry.name)) * context
     return Cost(moved, TABLE[node.op].flops(ins, outs, node.attr, context))
 
 

@@ -241,6 +241,14 @@ def test_attention_of_more_than_64_queries_has_a_processor_a_block(kv_heads, blo
     assert AttendBlocks.parts(plan, groups_of(plan)["attend"], AttendBlocks.Params()) == parts
 
 
+def test_part_of_a_block_reads_the_cache_as_a_whole_one():
+    def cached(rows: int) -> int:
+        plan = plan_of(dflash(), rows)
+        return plan.cost(groups_of(plan)["attend"], 1000).bytes - plan.cost(groups_of(plan)["attend"], 0).bytes
+
+    assert cached(4) == cached(16) == cached(20) / 2 == 1000 * 8 * 128 * 2 * 2
+
+
 def test_attention_of_blocks_takes_heads_of_64():
     plan = plan_of(dflash(head_dim=64), 32)
     assert kernels_of(plan)["attend"] == "attention_blocks"
