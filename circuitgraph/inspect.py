@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .artifact.store import Artifact
 
 # What building leaves, by the file endings that a target may have for it.
-_GENERATED = {"build": ("ll", "cu"), "source": ("ll", "cu"), "llvm": ("ll",), "asm": ("s",), "ptx": ("ptx",), "sass": ("sass",)}
+_GENERATED = {"build": ("ll", "cu"), "source": ("ll", "cu"), "llvm": ("ll",), "asm": ("s",)}
 TEXT_STAGES = (*STAGES, "plan", *(stage for stage in _GENERATED if stage not in STAGES))
 """What `stage_text` prints. `plan` is what `place` leaves, `build` and `source` the generated code, `pack` the manifest."""
 

@@ -13,7 +13,7 @@ PipelineStage = Literal[
 ]  # fmt: skip
 TextStage = Literal[
     "load", "resolve", "check", "slice", "specialize", "fuse", "schedule", "place", "plan",
-    "lower", "build", "source", "llvm", "asm", "ptx", "sass", "pack",
+    "lower", "build", "source", "llvm", "asm", "pack",
 ]  # fmt: skip
 FloatType = Literal["f32", "bf16", "f16"]
 

@@ -57,6 +57,6 @@ def test_the_last_norm_is_joined_for_the_head():
 
 def test_products_in_one_part_have_no_such_launch():
     plan = plan_of(dflash(), 256)
-    assert "no second launch adds parts: there is one (qkv)" in refusals_of(plan)
+    assert "columns in one part, which no second launch adds (qkv)" in refusals_of(plan)
     assert QKV not in groups_of(plan)
     assert NORMED in groups_of(plan)

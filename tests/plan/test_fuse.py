@@ -355,7 +355,7 @@ def test_queries_that_are_not_rotated_at_once_are_projected_alone(queries, more,
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_queries_with_a_norm_are_streamed_and_rotated_after_another(qk_norm):
+def test_norms_of_heads_may_lie_between(qk_norm):
     fused = fuse(specialize(slice_entry(small_mtp({"qk_norm": qk_norm}), "draft"), 4), "draft", 4, "cuda:sm_90a")
     (group,) = (group for group in fused.groups if group.pattern == "qkv")
     assert qk_norm is ("rms_norm" in {node.op for node in group.epilogue})

@@ -202,7 +202,7 @@ class JoinedWarpgroups(Kernel):
         if sizes_of(plan, group)[1] < params.columns:
             return f"for {params.columns} columns and more, got {sizes_of(plan, group)[1]}"
         reason = refuse_warpgroups(plan, group, params) or refuse_joined_rows(plan, group)
-        return reason or ("no second launch adds parts: there is one" if params.tile(plan, group).parts == 1 else None)
+        return reason or ("columns in one part, which no second launch adds" if params.tile(plan, group).parts == 1 else None)
 
     @staticmethod
     def refuse_few(plan: Plan, group: Group) -> str | None:
