@@ -129,6 +129,7 @@ def explain(
 
 
 def _explanation(record: Mapping[str, Any], context: int) -> Explanation:
+    rows = min(context, record.get("most_rows", context))
     return Explanation(
         group=record["group"],
         pattern=record["pattern"],
@@ -137,8 +138,8 @@ def _explanation(record: Mapping[str, Any], context: int) -> Explanation:
         kernel=record["kernel"],
         params=record["params"],
         refusals=tuple((rule, reason) for rule, reason in record["refusals"]),
-        bytes=record["bytes"] + context * record["bytes_per_row"],
-        flops=record["flops"] + context * record["flops_per_row"],
+        bytes=record["bytes"] + rows * record["bytes_per_row"],
+        flops=record["flops"] + rows * record["flops_per_row"],
     )
 
 

@@ -38,6 +38,8 @@ SMALL = {
     "medusa_num_layers": 2,
     "rms_norm_eps": 1e-6,
     "attention_scale": 0.25,
+    "windows": [0, 0],
+    "causal": [False, False],
 }
 
 EVERYTHING = {

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from circuitgraph.circuit.ir import State
 from circuitgraph.ops import PagedKV
-from tests.fixture_cases import Cache, Row, fixture_tensors
+from tests.fixture_cases import FIXTURES, Cache, Row, fixture_tensors
 
 Tensors = dict[str, torch.Tensor]
 
@@ -38,6 +41,7 @@ class Drafter:
     forward: Entries
     weights: Tensors
     cache: Cache
+    entries: tuple[str, ...] = ("logits", "draft")
 
     def context(self, rows: list[tuple[int, int, torch.Tensor]]) -> None:
         """(sequence, position, hiddens) of each row."""
@@ -57,10 +61,9 @@ class Drafter:
         length = torch.tensor([end or starts[row.sequence] + size for row in rows], dtype=torch.int32)
         states = {"kv": replace(call.kv, length=length)}
         inputs = {"token": call.token, "position": position}
-        made = {
-            **self.forward.run("logits", inputs, self.weights, states),
-            **self.forward.run("draft", inputs, self.weights, states),
-        }
+        made: Tensors = {}
+        for entry in self.entries:
+            made |= self.forward.run(entry, inputs, self.weights, states)
         return {name: value.unflatten(0, (len(starts), size)) for name, value in made.items()}
 
 
@@ -134,6 +137,47 @@ def check_catching_up(forward: Entries, weights: Tensors, state: State) -> None:
     assert out["draft"][0, 1:].tolist() == want["d.draft_tokens"].tolist()
     close(out["logits"][0, 1:], want["d.draft_logits"])
     close(out["last_hidden"], want["d.y"])
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+DFLASH_VARIANTS: dict[str, dict[str, Any]] = {
+    "mixed": {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 9, "use_sliding_window": True},
+    "short": {"layer_types": [SLIDING, SLIDING, FULL], "sliding_window": 8, "use_sliding_window": True},
+    "blocks": {"layer_types": [SLIDING] * 3, "sliding_window": 10, "use_sliding_window": True, "is_causal": False},
+    "causal": {"is_causal": True},
+    "biases": {"attention_bias": True},
+}
+"""What the fixture's config says instead, for the values in attention.safetensors."""
+DFLASH_VARIANT_PROGRAMS = {"logits": (24,), "context": (3, 35)}
+
+
+def dflash_variant(name: str, folder: Path) -> Path:
+    """A folder with the fixture's drafter as one of `DFLASH_VARIANTS`."""
+    folder.mkdir(exist_ok=True)
+    config = json.loads((FIXTURES / DFLASH / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | DFLASH_VARIANTS[name]))
+    weights = load_file(FIXTURES / DFLASH / "model.safetensors")
+    biases = load_file(FIXTURES / DFLASH / "attention.safetensors") if name == "biases" else {}
+    weights |= {key.removeprefix("biases."): value for key, value in biases.items() if key.startswith("biases.layers.")}
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def check_attention(forward: Entries, weights: Tensors, state: State, name: str) -> None:
+    """Three sequences of different contexts in one call; then one of them catches up, and all draft again."""
+    tensors, want = fixture_tensors(DFLASH), load_file(FIXTURES / DFLASH / "attention.safetensors")
+    made = replace(drafter(forward, weights, state, sequences=3), entries=("logits",))
+    aux = [tensors["c.0.aux"], tensors["ctx.aux"], tensors["c.2.aux"]]
+    tokens = [tensors[name] for name in ("c.0.tokens", "ctx.tokens", "c.2.tokens")]
+    newest = [int(of[len(rows)]) for of, rows in zip(tokens, aux, strict=True)]
+    made.context([(s, place, row) for s, rows in enumerate(aux) for place, row in enumerate(rows)])
+    for cases, starts in ((("c.0", "a", "c.2"), [5, 13, 17]), (("c.0", "d", "c.2"), [5, 16, 17])):
+        out = made.block(starts, newest, 8)
+        for s, case in enumerate(cases):
+            close(out["last_hidden"][s], want[f"{name}.{case}.y"])
+            close(out["logits"][s, 1:], want[f"{name}.{case}.logits"])
+        made.context([(1, 13 + i, row) for i, row in enumerate(tensors["d.aux"])])
+        newest[1] = int(tensors["d.bonus"])
 
 
 DFLASH_PROGRAMS = {"draft": (5, 8, 24), "logits": (5, 8, 24), "context": (3, 13, 35)}

@@ -43,7 +43,7 @@ class Case:
     dtypes: Mapping[str, str] = field(default_factory=lambda: PLAIN)
     switches: Mapping[str, object] = field(default_factory=dict)
     program: str = "mtp_dense"
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, object] = field(default_factory=dict)
 
     def circuit(self) -> Circuit:
         return resolve(load_program(self.program), Bindings({**SMALL, **self.sizes}, dict(self.switches), **self.dtypes))
@@ -56,6 +56,7 @@ def drafts(*widths: int) -> list[tuple[str, int]]:
 CASES = {
     "plain": Case([*drafts(1, 2, 3, 5, 8), ("logits", 3), ("draft_masked", 3)]),
     "every switch": Case([("draft", 3), ("logits", 1), ("context", 5)], dict.fromkeys(PLAIN, "f32"), EVERYTHING),
+    "window": Case([*drafts(1, 5), ("context", 9)], sizes={"windows": [4, 0]}),
     "wide": Case([("draft", 17), ("context", 16)], {**PLAIN, "kv": "bf16"}, {"qk_norm": True}),
     "bf16": Case([*drafts(1, 4), ("logits", 4), ("draft_masked", 9)], dict.fromkeys(PLAIN, "bf16"), EVERYTHING),
     "f16": Case([("draft", 2), ("logits", 2)], dict.fromkeys(PLAIN, "f16"), {"attention_gate": True}),

@@ -19,12 +19,18 @@ from tests.fixture_cases import FIXTURES, target_of
 from tests.program_cases import (
     DFLASH,
     DFLASH_PROGRAMS,
+    DFLASH_VARIANT_PROGRAMS,
+    DFLASH_VARIANTS,
+    FULL,
     MASK,
+    SLIDING,
     after_context,
     check_a_smaller_block,
+    check_attention,
     check_catching_up,
     check_context_and_block,
     check_three_sequences,
+    dflash_variant,
 )
 
 
@@ -48,6 +54,25 @@ def forward(request, bound, tmp_path_factory):
 )
 def test_cases(check, forward, bound) -> None:
     check(forward, bound.load_weights(positions=64), bound.circuit.states[0])
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["interpreted", "compiled"])
+@pytest.mark.parametrize("name", DFLASH_VARIANTS)
+def test_windows_causal_blocks_and_biases(name: str, compiled: bool, tmp_path) -> None:
+    bound = bind("auto", model=dflash_variant(name, tmp_path / "model"), target_model=target_of(DFLASH))
+    pieces = [(entry, rows) for entry, sizes in DFLASH_VARIANT_PROGRAMS.items() for rows in sizes]
+    forward = compile_entries(bound.circuit, pieces, tmp_path) if compiled else Interpreted(bound.circuit)
+    check_attention(forward, bound.load_weights(positions=64), bound.circuit.states[0], name)
+
+
+def test_a_wrong_window_is_noticed(tmp_path) -> None:
+    folder = dflash_variant("mixed", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    for wrong in ({"sliding_window": 10}, {"is_causal": False}, {"layer_types": [SLIDING, SLIDING, FULL]}):
+        (folder / "config.json").write_text(json.dumps(config | wrong))
+        bound = bind("auto", model=folder, target_model=target_of(DFLASH))
+        with pytest.raises(AssertionError):
+            check_attention(Interpreted(bound.circuit), bound.load_weights(positions=64), bound.circuit.states[0], "mixed")
 
 
 def started(bound):

@@ -10,6 +10,7 @@ from circuitgraph.errors import RuntimeUseError
 from circuitgraph.interpreter import interpret
 from circuitgraph.ops import DTYPE_NAMES, TABLE, TORCH_DTYPES, OpContext, PagedKV, TypeRuleError
 from circuitgraph.ops.base import Op, Sample, random_tensors, register
+from circuitgraph.ops.cache import Sight
 from tests.circuits import EVERYTHING, random_cache, random_weights, small_mtp
 
 ROWS = 5
@@ -161,6 +162,47 @@ def test_a_row_that_sees_nothing_attends_to_nothing() -> None:
     blind = PagedKV(**{**vars(kv), "length": torch.zeros_like(kv.length), "k": kv.k * float("nan")})
     (mixed,) = TABLE["attention"].reference([q, blind], sample.attrs, CONTEXT)
     assert (mixed == 0).all()
+
+
+@pytest.mark.parametrize("window", [0, 3, 6])
+@pytest.mark.parametrize(("block", "causal"), [(1, False), (3, False), (3, True)])
+def test_what_a_row_sees(window: int, block: int, causal: bool) -> None:
+    """Row by row, of blocks that end early, share a block of rows with another sequence, or are idle."""
+    seq = torch.tensor([0, 0, 0, 1, 1, 0, 2, 3, 3, 4], dtype=torch.int32)
+    length = torch.tensor([9, 9, 9, 7, 7, 0, 5, 8, 8, 4], dtype=torch.int32)
+    start = torch.tensor([0, 2, 4, 0, 0], dtype=torch.int32)
+    none = torch.zeros(0)
+    cache = PagedKV(k=none, v=none, slot=none, table=none, seq=seq, start=start, length=length)
+    first, end = Sight(window, block, causal).bounds(cache)
+    own = {1: [8, 8, 8, 6, 6, -1, 4, 7, 7, 3], 3: [6, 7, 8, 5, 6, -1, 4, 6, 7, 3]}[block]
+    for row, place in enumerate(own):
+        seen = set(range(int(first[row]), int(end[row])))
+        every = range(int(start[seq[row]]), int(length[row]))
+        near = {other for other in every if not window or other > place - window}
+        assert seen == {other for other in near if not causal or other <= place}, row
+
+
+def test_a_sight_that_is_none_is_refused() -> None:
+    _, sample, _ = sample_of("attention", 0)
+    for wrong, message in (
+        ({"window": -1}, "sees nothing"),
+        ({"block": 0}, "sees nothing"),
+        ({"window": 3, "block": 4}, "shorter"),
+    ):
+        with pytest.raises(TypeRuleError, match=message):
+            TABLE["attention"].infer(sample.types, {**sample.attrs, **wrong}, CONTEXT)
+    _, latent, _ = sample_of("latent_attention", 0)
+    with pytest.raises(TypeRuleError, match="latents are seen by all rows"):
+        TABLE["latent_attention"].infer(latent.types, {**latent.attrs, "window": 5}, CONTEXT)
+
+
+def test_work_stops_growing_with_the_window() -> None:
+    op, sample, _ = sample_of("attention", 0)
+    work = [
+        op.flops(sample.types, (), {**sample.attrs, "window": 8, "block": block, "causal": causal}, context)
+        for block, causal, context in ((1, False, 8), (1, False, 90), (4, False, 90), (4, True, 90))
+    ]
+    assert [8 * item / work[0] for item in work] == [8, 8, 11, 8]
 
 
 def test_a_slot_of_minus_one_writes_nothing() -> None:

@@ -398,12 +398,19 @@ def _attends(program: Program) -> bool:
     return bool(file.tables) or not asked.isdisjoint(("num_attention_heads", "num_key_value_heads", "head_dim", "rotary_dim"))
 
 
+def _is_parameter(value: Any) -> bool:
+    """Numbers that families make come in lists, too."""
+    if isinstance(value, list):
+        return all(isinstance(item, int) for item in value)
+    return type(value) in (int, float) and math.isfinite(value)
+
+
 def _check_values(program: Program, family: Family, config: ModelConfig) -> None:
     """Every key that the program asks for is in the config, and of its kind. Told here, where the config's file can be named."""
     file = program.file
     kinds = (
         (file.dims, "a positive integer", lambda value: type(value) is int and 0 < value < 2**31),
-        (file.params, "a finite number", lambda value: type(value) in (int, float) and math.isfinite(value)),
+        (file.params, "a finite number", _is_parameter),
         (file.constants, "an integer or a text", lambda value: type(value) in (int, str)),
     )
     faults = []

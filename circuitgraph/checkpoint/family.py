@@ -20,6 +20,7 @@ from .config import TEXT, ConfigReader, ModelConfig, RawConfig, check_quantisati
 from .files import TensorFiles
 from .model import Model
 from .stored import spellings
+from .window_config import WindowsDecl, read_windows
 
 FAMILIES = PROGRAMS / "families"
 
@@ -118,6 +119,7 @@ class FamilyFile(_Strict):
     same: dict[str, str] = Field(default_factory=dict)
     target: str | None = None
     supports: dict[str, list[ConfigValue] | Literal["absent"]] = Field(default_factory=dict)
+    windows: WindowsDecl | None = None
     ambiguous: dict[str, AmbiguousDecl] = Field(default_factory=dict)
     switches: dict[str, SwitchValue | ConfigSwitch] = Field(default_factory=dict)
     layer: LayerDecl | None = None
@@ -155,10 +157,10 @@ class Family:
         config = read_config(raw, self.file.sections, defaults=defaults, required=self.file.required, attention=attention)
         check_quantisation(raw)
         faults = [*self._unsupported(config, told), *self._told_apart(config)]
-        window = None if faults or not attention else self._window(config)
-        if faults or window is not None:
-            raise CheckpointError([*faults, *([window] if window else [])])
-        return replace(config, values={**config.values, **self._values(config)})
+        windows, wrong = self._windows(config) if attention and not faults else ({}, [])
+        if faults or wrong:
+            raise CheckpointError([*faults, *wrong])
+        return replace(config, values={**config.values, **windows, **self._values(config)})
 
     def _unsupported(self, config: ModelConfig, told: Container[str]) -> list[Fault]:
         """A fault for each setting that the family's program does not model, or that may mean several things."""
@@ -227,14 +229,17 @@ class Family:
         in_section = config.section and config.raw.get(f"{config.section}.{key}") is not None
         return f"{config.section}.{key}" if in_section else key
 
-    def _window(self, config: ModelConfig) -> Fault | None:
-        """A fault where layers attend to a window only and the program does not.
+    def _windows(self, config: ModelConfig) -> tuple[dict[str, list], list[Fault]]:
+        """Which rows each layer sees, where the family says how configs tell it; else every one sees all."""
+        if self.file.windows is not None:
+            return read_windows(config, self.file.windows)
+        fault = self._window(config)
+        return {"windows": [0], "causal": [False]}, [fault] if fault else []
 
-        Mistral's configs give `sliding_window` alone, Qwen's switch it by `use_sliding_window`, newer ones say by
-        `layer_types` which layers have it. A family whose program models windows says so by `supports: {sliding_window: []}`.
-        """
+    def _window(self, config: ModelConfig) -> Fault | None:
+        """A fault where layers attend to a window only and the family does not say which."""
         window, limit = config.find("sliding_window"), config.values.get("max_position_embeddings")
-        if window is None or "sliding_window" in self.file.supports or config.find("use_sliding_window") is False:
+        if window is None or config.find("use_sliding_window") is False:
             return None
         layers = config.find("layer_types")
         if isinstance(layers, list) and layers and "sliding_attention" not in layers:

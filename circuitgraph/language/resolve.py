@@ -335,7 +335,8 @@ class _Resolver:
         return max(number, 0)
 
     def _arithmetic(self, expression: Expression, where: Location, subject: str, scope: Mapping[str, Any] | None = None) -> int:
-        """A number of literals, dims and, with a scope, the numbers in it: loop indices and a block's `numbers`."""
+        """A number of literals, dims and, with a scope, the numbers in it (loop indices and a block's `numbers`), constants, and
+        items of parameters that are lists."""
         if isinstance(expression, Literal) and isinstance(expression.value, int):
             return expression.value
         if isinstance(expression, Ref):
@@ -343,6 +344,8 @@ class _Resolver:
                 return scope[expression.name]
             if expression.name in self.dims:
                 return self.dims[expression.name]
+            if scope is not None and isinstance(self.constants.get(expression.name), int):
+                return self.constants[expression.name]  # type: ignore[return-value]
             hint = did_you_mean(expression.name, self.dims)
             self._fault(f"unknown dimension '{expression.name}'", where, subject=subject, hint=hint)
             raise _Refused
@@ -359,9 +362,25 @@ class _Resolver:
                 "//": int.__floordiv__,
             }
             return table[expression.operator](left, right)
+        if isinstance(expression, Item) and scope is not None and not expression.rest:
+            return self._listed(expression, where, subject, scope)
         if isinstance(expression, Call) and expression.function == "mask_words" and len(expression.args) == 1:
             return -(-self._arithmetic(expression.args[0], where, subject) // MASK_BITS)
         self._fault("a dimension is made of names, integers, + - * // and mask_words()", where, subject=subject)
+        raise _Refused
+
+    def _listed(self, item: Item, where: Location, subject: str, scope: Mapping[str, Any]) -> int:
+        """One of a parameter's numbers; true counts as 1."""
+        values, index = self.params.get(item.name), self._arithmetic(item.index, where, subject, scope)
+        if not isinstance(values, list):
+            hint = did_you_mean(item.name, [name for name, value in self.params.items() if isinstance(value, list)])
+            self._fault(f"'{item.name}' is no parameter that is a list", where, subject=subject, hint=hint)
+        elif not 0 <= index < len(values):
+            self._fault(f"'{item.name}' has no [{index}]", where, subject=subject, expected=f"0..{len(values) - 1}")
+        elif not isinstance(values[index], int):
+            self._fault(f"'{item.name}[{index}]' is no whole number", where, subject=subject, got=repr(values[index]))
+        else:
+            return int(values[index])
         raise _Refused
 
     # -- body --------------------------------------------------------------------------------------------------
@@ -587,16 +606,17 @@ class _Resolver:
             )
             raise _Refused from None
         outputs = self._new_values(op, types, targets, prefix)
-        ordered = tuple((name, attrs[name]) for name in op.attrs)
+        ordered = tuple((name, attrs[name]) for name, attr in op.attrs.items() if not attr.quiet or attrs[name] != attr.default)
         self.nodes.append(Node(op.name, tuple(arg.name for arg in args), outputs, ordered, at.where))
         return outputs
 
     def _attribute(self, op: type[Op], name: str, expression: Expression, at: Statement, scope: Mapping[str, Any]) -> Any:
         attr = op.attrs[name]
         value: Any = None
+        own = isinstance(expression, Ref) and isinstance(scope.get(expression.name), int)  # a block's number hides a parameter
         if isinstance(expression, Literal):
             value = expression.value
-        elif isinstance(expression, Ref) and expression.name in self.params:
+        elif isinstance(expression, Ref) and expression.name in self.params and not own:
             value = self.params[expression.name]
         elif isinstance(expression, Ref) and expression.name in self.switches:
             value = self.switches[expression.name]
@@ -604,12 +624,13 @@ class _Resolver:
             value = self.file.facts[expression.name]
         elif isinstance(expression, Ref) and attr.choices:
             value = expression.name
-        elif isinstance(expression, Ref) and expression.name not in self.dims and not isinstance(scope.get(expression.name), int):
+        elif isinstance(expression, Ref) and expression.name not in self.dims and not own:
             hint = did_you_mean(expression.name, [*self.params, *self.switches, *self.dims])
             self._fault(f"{op.name}: {name}= is the unknown name '{expression.name}'", at.where, subject=at.targets[0], hint=hint)
             raise _Refused
-        elif isinstance(expression, Ref | Arithmetic):
+        elif isinstance(expression, Ref | Item | Arithmetic):
             value = self._arithmetic(expression, at.where, f"{at.targets[0]} {name}=", scope)
+            value = bool(value) if attr.type is bool and value in (0, 1) else value
         if attr.type is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, attr.type) or (attr.type is not bool and isinstance(value, bool)):

@@ -8,7 +8,9 @@ import torch
 
 from ..circuit.ir import Circuit
 from ..circuit.narrow import slice_entry, specialize
+from ..circuit.types import StateType
 from ..ops import TABLE
+from ..ops.cache import Sight
 
 
 def step_bytes(
@@ -38,9 +40,11 @@ def step_bytes(
         elif tensor.data_ptr() not in counted:
             counted.add(tensor.data_ptr())
             moved += _part(tensor.nbytes, tensor, (experts or {}).get(weight.name))
-    attends = any(node.op in ("attention", "latent_attention") for node in circuit.nodes)
-    rows = n // block * context + n if attends else n
-    return moved + sum(state.bytes_per_row() for state in circuit.states) * rows
+    for state in circuit.states:
+        attending = [node for node in circuit.nodes if StateType(state.name) in (circuit.types[name] for name in node.inputs)]
+        seen = [Sight.of(node.attr).seen(context) for node in attending if node.op in ("attention", "latent_attention")]
+        moved += state.bytes_per_row() * n + state.bytes_per_row() // state.layers * (n // block) * sum(seen)
+    return moved
 
 
 def step_flops(circuit: Circuit, entry: str, n: int, context: int, *, block: int = 1) -> int:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from ..circuit.ir import Circuit, State
 from ..ops import PagedKV
+from ..ops.cache import Sight
 
 PEER_PROGRAM = "mtp_dense"
 OUTPUTS = ("draft", "logprob", "next_hidden")
@@ -30,6 +31,8 @@ class _TorchHead(torch.nn.Module):
         attention = ("attention", "latent_attention")
         self.scale = next(float(node.attr["scale"]) for node in circuit.nodes if node.op in attention)
         self.rows, self.context = rows, context
+        window = next(Sight.of(node.attr).window for node in circuit.nodes if node.op in attention)
+        self.seen_from = max(0, context + 1 - window) if window else 0
         self.w: dict[str, torch.Tensor | None] = {}
         self.cos, self.sin = weights["rope.cos"], weights["rope.sin"]
         self._make_cache(circuit.states[0])
@@ -51,7 +54,8 @@ class _TorchHead(torch.nn.Module):
         cos, sin = self.cos[position][:, None], self.sin[position][:, None]
         q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
         self.k[:, :, self.context], self.v[:, :, self.context] = k, v
-        return F.scaled_dot_product_attention(q[:, :, None], self.k, self.v, scale=self.scale, enable_gqa=True)[:, :, 0]
+        k, v = self.k[:, :, self.seen_from :], self.v[:, :, self.seen_from :]
+        return F.scaled_dot_product_attention(q[:, :, None], k, v, scale=self.scale, enable_gqa=True)[:, :, 0]
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         return rotated(x, cos, sin, str(self.facts["rope_style"]))

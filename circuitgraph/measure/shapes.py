@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 DFLASH = {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}
+WINDOWS = {"layer_types": ["sliding_attention"] * 4 + ["full_attention"], "sliding_window": 4096, "use_sliding_window": True}
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,16 @@ SHAPES = {
             "dflash_qwen3",
             {"num_hidden_layers": 5, "vocab_size": 151936, "dflash_config": DFLASH},
             context_rows=(16, 128),
+            entries=("draft", "context"),
+        ),
+        # The same with a window in four of its layers, as DFlash of Qwen3.6 has: for long contexts.
+        Shape(
+            "dflash-windows",
+            "dflash",
+            "dflash_qwen3",
+            {"num_hidden_layers": 5, "vocab_size": 151936, "dflash_config": DFLASH, **WINDOWS},
+            widths=(1, 4),
+            context_rows=(16,),
             entries=("draft", "context"),
         ),
         # Medusa-1 of Vicuna-7B.

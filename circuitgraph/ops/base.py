@@ -36,11 +36,12 @@ class TypeRuleError(Exception):
 
 @dataclass(frozen=True)
 class Attr:
-    """A compile-time argument. Without a default it must be given."""
+    """A compile-time argument. Without a default it must be given. quiet: nodes that leave it at its default do not have it."""
 
     type: type
     default: Any = REQUIRED
     choices: tuple[str, ...] = ()
+    quiet: bool = False
 
 
 @dataclass(frozen=True)

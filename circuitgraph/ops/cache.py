@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -28,6 +31,60 @@ class PagedKV:
     @property
     def block_size(self) -> int:
         return self.k.shape[3]
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Which rows of its sequence a row sees, of those from `start` to `length` - 1: the attributes of `attention` beside scale
+    and layer.
+
+    Rows come in blocks of `block`, and a block's rows lie in the cache one behind the other, up to the end that `length` gives
+    all of them. So a row's own place is `length` - 1, less the rows behind it in its block that are of its sequence and not idle.
+    window: no more than so many rows, counted back from its own (0: all). causal: none behind its own.
+    """
+
+    window: int = 0
+    block: int = 1
+    causal: bool = False
+
+    @staticmethod
+    def of(attrs: Mapping[str, Any]) -> Sight:
+        """Nodes leave out what has its default."""
+        return Sight(**{name: attrs[name] for name in ("window", "block", "causal") if name in attrs})
+
+    @property
+    def limited(self) -> bool:
+        """Does a row see less than all from `start` to `length`?"""
+        return self.window > 0 or (self.causal and self.block > 1)
+
+    def seen(self, context: int) -> int:
+        """Rows of so many that a row sees at most."""
+        return min(context, self.window + (0 if self.causal else self.block - 1)) if self.window else context
+
+    def refuse(self) -> None:
+        """Raises TypeRuleError for what can be no sight."""
+        if self.window < 0 or self.block < 1:
+            raise TypeRuleError("sees nothing", expected="window >= 0, block >= 1", got=f"{self.window}, {self.block}")
+        if 0 < self.window < self.block:
+            expected, got = f"{self.block} or more, the rows of a block", f"a window of {self.window}"
+            raise TypeRuleError("the window is shorter than a block", expected=expected, got=got)
+
+    def bounds(self, cache: PagedKV) -> tuple[torch.Tensor, torch.Tensor]:
+        """(first, end) int64[n] of the rows that each row sees."""
+        seq, end = cache.seq.long(), cache.length.long()
+        first = torch.where(end > 0, cache.start.long()[seq], torch.zeros_like(end))
+        if self.limited:
+            row = torch.arange(len(seq), device=seq.device)
+            behind = (row > row[:, None]) & (row // self.block == row[:, None] // self.block)
+            behind &= (seq == seq[:, None]) & (end > 0)
+            own = end - 1 - behind.sum(1)
+            first = torch.maximum(first, own + 1 - self.window) if self.window else first
+            end = own + 1 if self.causal else end
+        return first, end
+
+
+EVERYTHING = Sight()
+SIGHT = {name: Attr(type(default), default, quiet=True) for name, default in vars(EVERYTHING).items()}
 
 
 @register
@@ -79,14 +136,15 @@ class Append(Op):
 
 @register
 class Attention(Op):
-    """softmax(scale * q k^T) v of each row over rows start..length-1 of its sequence; grouped-query heads.
+    """softmax(scale * q k^T) v of each row over rows start..length-1 of its sequence, or some of them (`Sight`); grouped-query
+    heads.
 
     Query head h reads KV head h // (Q / KV). A row with no visible rows yields zeros.
     """
 
     name = "attention"
     inputs = ("q", "cache")
-    attrs = {"scale": Attr(float), "layer": Attr(int, 0)}
+    attrs = {"scale": Attr(float), "layer": Attr(int, 0), **SIGHT}
     addressing = ("seq", "table", "start", "length")
 
     @staticmethod
@@ -96,6 +154,7 @@ class Attention(Op):
         need_rank(q, (3,), "q")
         if not isinstance(cache, StateType):
             raise TypeRuleError("the second argument must be a state", got=str(cache))
+        Sight.of(attrs).refuse()
         return (q,)
 
     @staticmethod
@@ -122,18 +181,18 @@ class Attention(Op):
         # The queries of one sequence side by side: [s, r, ...], so that keys are not copied per row.
         order = torch.argsort(seq, stable=True)
         counts = torch.bincount(seq, minlength=sequences)
-        first = counts.cumsum(0) - counts
+        before = counts.cumsum(0) - counts
         place = torch.empty_like(seq)
-        place[order] = torch.arange(rows, device=device) - first[seq[order]]
+        place[order] = torch.arange(rows, device=device) - before[seq[order]]
         width = int(counts.max())
         queries = q.new_zeros(sequences, width, heads, dim, dtype=torch.float32)
         queries = queries.index_put((seq, place), q.float())
-        visible = torch.zeros(sequences, width, dtype=torch.long, device=device)
-        visible[seq, place] = length
+        first, end = (torch.zeros(sequences, width, 1, dtype=torch.long, device=device) for _ in range(2))
+        first[seq, place, 0], end[seq, place, 0] = Sight.of(attrs).bounds(cache)
         group = heads // k.shape[2]
         queries = queries.unflatten(2, (-1, group))
         scores = torch.einsum("srkgd,stkd->skgrt", queries, k) * attrs["scale"]
-        seen = (steps >= cache.start.long()[:, None, None]) & (steps < visible[:, :, None])
+        seen = (steps >= first) & (steps < end)
         scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
         # A row that sees nothing would be 0/0: give it zeros.
         weights = torch.softmax(scores, dim=-1).masked_fill(~seen.any(-1)[:, None, None, :, None], 0.0)
@@ -145,7 +204,7 @@ class Attention(Op):
     @staticmethod
     def flops(ins, outs, attrs, context):
         rows, heads, dim = ins[0].shape
-        return 4 * rows * heads * dim * context
+        return 4 * rows * heads * dim * Sight.of(attrs).seen(context)
 
     @staticmethod
     def samples(rows):
@@ -154,13 +213,18 @@ class Attention(Op):
         made = base.tensors
         assert made is not None, "a cache cannot be made of random floats"
 
-        def tensors(generator):
+        def tensors(generator, block):
             cache, _, _ = made(generator)
+            cache = replace(cache, seq=cache.seq // block)  # the rows of a block are of one sequence
             q = torch.randn(rows, 4, 8, generator=generator)
             return [q, cache]
 
         q = TensorType("f32", (rows, 4, 8))
-        return [Sample((q, types[1]), {"scale": 0.35, "layer": 0}, tensors)]
+        sights = (EVERYTHING, Sight(window=3), Sight(window=4, block=3), Sight(window=5, block=2, causal=True))
+        return [
+            Sample((q, types[1]), {"scale": 0.35, "layer": 0, **vars(sight)}, partial(tensors, block=sight.block))
+            for sight in sights
+        ]
 
 
 @register
@@ -196,12 +260,12 @@ class AppendLatent(Op):
 @register
 class LatentAttention(Op):
     """softmax(scale * (q_latent latent^T + q_rotated rotated^T)) latent: attention whose keys and values are one latent row,
-    with projections absorbed into queries and outputs (DeepSeek-V2). Which rows are visible: as `attention`.
+    with projections absorbed into queries and outputs (DeepSeek-V2). Every row from `start` to `length` is visible.
     """
 
     name = "latent_attention"
     inputs = ("q_latent", "q_rotated", "cache")
-    attrs = {"scale": Attr(float), "layer": Attr(int, 0)}
+    attrs = {"scale": Attr(float), "layer": Attr(int, 0), **SIGHT}
     addressing = ("seq", "table", "start", "length")
 
     @staticmethod
@@ -214,6 +278,8 @@ class LatentAttention(Op):
             raise TypeRuleError("both parts of the queries have the same heads", expected=str(q_latent), got=str(q_rotated))
         if not isinstance(cache, StateType):
             raise TypeRuleError("the third argument must be a state", got=str(cache))
+        if Sight.of(attrs).limited:
+            raise TypeRuleError("latents are seen by all rows", expected="no window, not causal", got=str(Sight.of(attrs)))
         return (q_latent,)
 
     @staticmethod
@@ -232,7 +298,7 @@ class LatentAttention(Op):
 
     @staticmethod
     def samples(rows):
-        return [_latent_sample(rows, ("latent_attention", {"scale": 0.35, "layer": 0}))]
+        return [_latent_sample(rows, ("latent_attention", {"scale": 0.35, "layer": 0, **vars(EVERYTHING)}))]
 
 
 def _latent_sample(rows: int, of: tuple[str, dict]) -> Sample:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from ..circuit.ir import Circuit, Node
 from ..circuit.types import StateType, TensorType
 from ..ops import TABLE
+from ..ops.cache import Sight
 
 VIEWS = ("heads", "merge")
 """Ops that see the same bytes under another shape; they cost nothing and share their input's storage."""
@@ -144,7 +145,8 @@ def node_cost(circuit: Circuit, node: Node, rows: int, context: int) -> Cost:
             moved += state.bytes_per_row() // state.layers * rows
         elif StateType(state.name) in ins:
             (entry,) = circuit.entries
-            moved += state.bytes_per_row() // state.layers * -(-rows // circuit.block_of(entry.name)) * context
+            seen = Sight.of(node.attr).seen(context)
+            moved += state.bytes_per_row() // state.layers * -(-rows // circuit.block_of(entry.name)) * seen
     return Cost(moved, TABLE[node.op].flops(ins, outs, node.attr, context))
 
 

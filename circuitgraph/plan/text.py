@@ -6,7 +6,8 @@ import hashlib
 from typing import Any
 
 from ..circuit.text import format_node
-from .ir import Plan
+from ..ops.cache import Sight
+from .ir import Group, Plan
 
 CONTEXT_FOR_COST = 1024
 """Cache rows per sequence that the printed bytes and FLOPs assume."""
@@ -35,7 +36,8 @@ def format_groups(plan: Plan) -> str:
 def plan_records(plan: Plan) -> list[dict[str, Any]]:
     """Why each group got its kernel, as plain data: what `explain` tells, of a program or of an artifact.
 
-    `bytes` and `flops` are those without context; each cache row of every sequence adds `bytes_per_row`, `flops_per_row`.
+    `bytes` and `flops` are those without context; each cache row of every sequence adds `bytes_per_row`, `flops_per_row`, up to
+    `most_rows` of them where the group has a sliding window.
     """
     records = []
     for group, choice in zip(plan.groups, plan.choices, strict=True):
@@ -53,9 +55,17 @@ def plan_records(plan: Plan) -> list[dict[str, Any]]:
                 "flops": alone.flops,
                 "bytes_per_row": with_row.bytes - alone.bytes,
                 "flops_per_row": with_row.flops - alone.flops,
+                **_window(group),
             }
         )
     return records
+
+
+def _window(group: Group) -> dict[str, int]:
+    """{most_rows: cache rows of a sequence that count at most}; empty where all do."""
+    sights = [Sight.of(node.attr) for node in group.nodes if node.op == "attention"]
+    most = [sight.seen(sight.window + sight.block) for sight in sights if sight.window]
+    return {"most_rows": max(most)} if most else {}
 
 
 def format_plan(plan: Plan) -> str:

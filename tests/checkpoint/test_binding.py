@@ -472,11 +472,11 @@ def test_a_target_without_the_tensors() -> None:
 
 
 def test_a_setting_that_is_not_modelled() -> None:
-    model = edited("mimo_mtp", config={"hidden_act": "gelu", "use_sliding_window": True})
+    model = edited("mimo_mtp", config={"hidden_act": "gelu", "use_mrope": True})
     assert refusal(lambda: bind("auto", model=model)) == (
         "m/config.json: hidden_act: family 'mimo_mtp' does not model this setting; expected 'silu'; got 'gelu'. "
         "Program 'mtp_dense' would compute something else.\n"
-        "m/config.json: use_sliding_window: family 'mimo_mtp' does not model this setting; expected False; got True. "
+        "m/config.json: use_mrope: family 'mimo_mtp' does not model this setting; expected False; got True. "
         "Program 'mtp_dense' would compute something else."
     )
 
@@ -607,25 +607,6 @@ def test_a_serving_box_needs_none_of_the_compilers_packages() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ran.stdout.split("\n")[:2] == ["1", "torch.Size([3, 4])"], ran.stderr
-
-
-def test_a_sliding_window_is_not_modelled() -> None:
-    layers = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}
-    assert refusal(lambda: bind("auto", model=edited("mimo_mtp", config=layers))) == (
-        "m/config.json: layer_types: family 'mimo_mtp' does not model this setting; expected 'full_attention'; "
-        "got ['full_attention', 'sliding_attention']. Program 'mtp_dense' would compute something else."
-    )
-    plain = default_config("llama_mtp")
-    for window in ({"use_sliding_window": True}, {"layer_types": ["sliding_attention"]}):
-        with pytest.raises(CheckpointError, match="does not model this setting"):
-            load_circuit("mtp_dense", config={**plain, "sliding_window": 64, **window})
-    assert refusal(lambda: load_circuit("mtp_dense", config={**plain, "sliding_window": 4096})) == (
-        "config: sliding_window: family 'llama_mtp' does not model a sliding window; "
-        "expected null, or max_position_embeddings (8192) or more; got 4096. "
-        "If these layers attend to everything, say so: 'use_sliding_window': false."
-    )
-    for harmless in ({"use_sliding_window": False}, {"layer_types": ["full_attention"]}, {"sliding_window": 8192}):
-        load_circuit("mtp_dense", config={**plain, "sliding_window": 64, **harmless})
 
 
 @pytest.mark.parametrize("with_target", [False, True])
@@ -852,7 +833,6 @@ def test_layers_counted_as_outputs_that_are_none(config: dict, message: str) -> 
 
 UNREAD = {
     "dflash_qwen3": [
-        {"is_causal": True},
         {"rope_is_neox_style": False},
         {"input_embedding_scale": 2.5},
         {"output_multiplier": 0.5},

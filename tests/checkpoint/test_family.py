@@ -184,12 +184,3 @@ def test_a_key_that_a_config_lacks_means_what_its_model_makes_of_it(name: str, k
 def without(config: dict[str, Any], key: str) -> dict[str, Any]:
     """A config that lacks the key wherever it may stand."""
     return {name: without(value, key) if isinstance(value, dict) else value for name, value in config.items() if name != key}
-
-
-def test_a_family_may_say_that_its_program_models_windows() -> None:
-    config = {**load_family("mimo_mtp").file.example, "sliding_window": 64, "use_sliding_window": None}
-    raw = read_raw(config)
-    with pytest.raises(CheckpointError, match="sliding_window: family 'mimo_mtp' does not model a sliding window"):
-        load_family("mimo_mtp").read_config(raw)
-    file = family("  use_mrope: [false]", "  use_mrope: [false]\n  sliding_window: []")
-    assert load_family(file).read_config(raw).values["sliding_window"] == 64

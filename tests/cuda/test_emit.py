@@ -33,6 +33,7 @@ ALIGNED = {
     "vocab_size": 1003,
     "rms_norm_eps": 1e-6,
     "attention_scale": 0.125,
+    "windows": [0],
 }
 
 

@@ -148,6 +148,7 @@ EAGLE3_SIZES = {
     "vocab_size": 4224,
     "draft_vocab_size": 2112,
 }
+WINDOW = {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
 MEDUSA_SIZES = {"hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 2112, "medusa_num_heads": 3}
 BYTES = {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 128}
 CODED = {"*vector": "", "ffn.*": "fp8 128x128"}
@@ -163,6 +164,8 @@ CASES = (
     Case("few_bf16", widths=(1, 2, 3, 5, 8), entries=MASKED),
     Case("more_bf16", widths=(1, 9, 16, 17, 32, 33, 64), context_rows=(64, 200), entries=MASKED),
     Case("listed_bf16", tokens=(*range(3, 1500, 2), 1999, 2111), widths=(1, 3, 9), entries=MASKED),
+    # A window over the rows of a chain's cache.
+    Case("window_bf16", sizes={**WINDOW, "sliding_window": 40}, widths=(1, 3), context_rows=(16,), entries=STEP),
     Case("aligned_f16", act="f16", wt="f16", kv="f16", widths=ALL, entries=STEP),
     Case("odd_bf16", sizes=ODD, widths=ALL, context_rows=(5,), entries=MASKED),
     Case("odd_f16", sizes=ODD, act="f16", wt="f16", kv="f16", widths=ALL, context_rows=(5,), entries=STEP),
@@ -447,6 +450,29 @@ CASES = (
         entries=STEP,
         program="dflash",
         block=16,
+    ),
+    # Layers that see a window: with causal blocks beside one that sees all, and without, where queries stay in shared memory; of
+    # heads for which there is no kernel of blocks; by plain kernels.
+    *(
+        Case(
+            f"direct_dflash_window_{name}",
+            "dflash_qwen3",
+            {**DFLASH_SIZES, **WINDOW, **sizes},
+            act=dtype,
+            wt=dtype,
+            kv=dtype,
+            widths=widths,
+            context_rows=(16,),
+            entries=STEP,
+            program="dflash",
+            block=16,
+        )
+        for name, dtype, widths, sizes in (
+            ("mixed", "bf16", (1, 3), {"sliding_window": 50, "layer_types": ["sliding_attention", "full_attention"]}),
+            ("blocks", "f16", (1, 3), {"sliding_window": 20, "is_causal": False, "head_dim": 64}),
+            ("paged", "bf16", (2,), {"sliding_window": 33, "head_dim": 256}),
+            ("plain", "f32", (2,), {"sliding_window": 20, "head_dim": 24, "num_attention_heads": 4}),
+        )
     ),
     # Rows that no power of two divides, each of several columns a thread; down in parts that are joined at one block, too.
     Case(

@@ -73,8 +73,11 @@ def test_a_wrong_weight_is_seen(direct):
             check(opened, case, entry, opened.call(entry, case, perturbed(opened.weights, name)))
 
 
+BLOCKS = [f"direct_dflash{kind}" for kind in ("", "_blocks", "_narrow", "_heads", "_window_mixed", "_window_blocks")]
+
+
 @pytest.mark.parametrize("context", [63, 64, 129, 1000, 4000])
-@pytest.mark.parametrize("name", ["direct_dflash", "direct_dflash_blocks", "direct_dflash_narrow", "direct_dflash_heads"])
+@pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_of_long_contexts(name, context):
     """Every part of a context has several tiles; sequences end apart."""
     opened = open_direct(artifact_folder(name))

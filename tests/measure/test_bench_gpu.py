@@ -478,6 +478,7 @@ def test_shapes_bind(name, tmp_path):
         "qwen3.5-27b": 3.392e9,
         "eagle3-8b": 0.850e9,
         "dflash-qwen3-8b": 3.342e9,
+        "dflash-windows": 3.342e9,
         "medusa1-7b": 1.4785e9,
         "deepseek-v3": 25.07e9,
         "qwen3-next-80b": 3.923e9,

@@ -4,6 +4,7 @@ import math
 
 from tvm.tirx.script import builder as T
 
+from ...ops.cache import EVERYTHING
 from . import vector as v
 from .softmax import HEADS_TOGETHER, RunningSoftmax, TileAddresses, combine, piece_of, prefetch_rows, row_bounds, safe_inverse
 
@@ -24,8 +25,10 @@ def emit_attention(
     splits=1,
     scratch=None,
     split_rows=64,
+    sight=EVERYTHING,
 ):
-    """out[i, h] = softmax(scale * q[i, h] . K) V over rows start[sequence[i]] .. length[i] - 1 of row i's sequence.
+    """out[i, h] = softmax(scale * q[i, h] . K) V over the rows of row i's sequence that `sight` leaves of
+    start[sequence[i]] .. length[i] - 1.
 
     q, out: [n, heads, dim]; k_cache, v_cache: [blocks, kv_heads, block_size, dim]; block_table: int32 [s, max_blocks];
     sequence, length: int32 [n]; start: int32 [s]. Row r of a sequence lies in block block_table[s, r / block_size],
@@ -53,8 +56,8 @@ def emit_attention(
         row = T.bind(T.floordiv(task, kv_heads * splits))
         split = T.bind(T.floormod(T.floordiv(task, kv_heads), splits))
         kv_head = T.bind(T.floormod(task, kv_heads))
-        bounds = v.registers(2, "int32")
-        row_bounds(bounds, sequence, start, length, row)
+        bounds = v.registers(3 if sight.limited else 2, "int32")
+        row_bounds(bounds, sequence, start, length, row, n=n, sight=sight)
         first, last = T.BufferLoad(bounds, [0]), T.BufferLoad(bounds, [1])
         if splits > 1:
             begin, end = piece_of(first, last, split, splits, split_rows)

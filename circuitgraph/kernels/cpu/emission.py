@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from tvm.tirx.script import builder as T
 
 from ...circuit.ir import Node
+from ...ops.cache import Sight
 from ...plan.ir import VIEWS, Group
 from . import rows as row_ops
 from . import vector as v
@@ -67,7 +69,8 @@ def emit_head(env: Any, group: Group, task_columns: int, block: int) -> None:
 
 def emit_attend(env: Any, group: Group, splits: int, split_rows: int) -> None:
     """Paged attention, then the element-wise rest by rows."""
-    _over_cache(emit_attention, env, group, 1, splits, split_rows, in_memory=splits > 1)
+    sight = Sight.of(group.anchors[0].attr)
+    _over_cache(partial(emit_attention, sight=sight), env, group, 1, splits, split_rows, in_memory=splits > 1)
     emit_rows(env, group.epilogue)
 
 

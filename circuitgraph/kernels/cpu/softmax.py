@@ -2,18 +2,40 @@
 
 from tvm.tirx.script import builder as T
 
+from ...ops.cache import EVERYTHING
 from . import vector as v
 
 HEADS_TOGETHER = 4
 """Query heads that share one pass over a tile of the cache."""
 
 
-def row_bounds(bounds, sequence, start, length, row):
-    """bounds = [first, last) visible rows; an idle row (length 0) has none, whatever its sequence index says."""
+def row_bounds(bounds, sequence, start, length, row, *, n=1, sight=EVERYTHING):
+    """bounds = [first, last) visible rows; an idle row (length 0) has none, whatever its sequence index says.
+
+    sight: which rows there are to be seen, of a call of `n` rows; bounds then needs three elements.
+    """
     T.buffer_store(bounds, T.int32(0), [0])
     T.buffer_store(bounds, T.BufferLoad(length, [row]), [1])
     with T.If(T.BufferLoad(length, [row]) > 0), T.Then():
         T.buffer_store(bounds, T.max(T.BufferLoad(start, [T.BufferLoad(sequence, [row])]), T.int32(0)), [0])
+        if sight.limited:
+            _limit(bounds, sequence, length, row, n, sight)
+
+
+def _limit(bounds, sequence, length, row, n, sight):
+    """What a window and causality leave of the bounds of a row that is not idle. bounds[2]: behind the row's own."""
+    T.buffer_store(bounds, T.BufferLoad(length, [row]), [2])
+    if sight.block > 1:
+        stop = T.bind(T.min((T.floordiv(row, sight.block) + 1) * sight.block, T.int32(n)))
+        with T.serial(row + 1, stop) as other:
+            mine = T.EQ(T.BufferLoad(sequence, [other]), T.BufferLoad(sequence, [row]))
+            behind = T.And(mine, T.BufferLoad(length, [other]) > 0)
+            T.buffer_store(bounds, T.BufferLoad(bounds, [2]) - T.Cast("int32", behind), [2])
+    if sight.window:
+        first = T.max(T.BufferLoad(bounds, [0]), T.BufferLoad(bounds, [2]) - sight.window)
+        T.buffer_store(bounds, first, [0])
+    if sight.causal:
+        T.buffer_store(bounds, T.BufferLoad(bounds, [2]), [1])
 
 
 def piece_of(first, last, split, splits, split_rows):

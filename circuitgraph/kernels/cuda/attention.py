@@ -8,6 +8,7 @@ from typing import Any
 
 from tvm.tirx.script import builder as T
 
+from ...ops.cache import EVERYTHING, Sight
 from .row_program import for_each
 from .values import LOG2_E, LOWEST, do, hold, load, load_int, put, register, store, wide, zeros
 
@@ -21,7 +22,7 @@ class Query:
     scratch, where the parts of a row are joined by another launch.
 
     fresh: how many of a sequence's newest rows the program itself may write; all before them are complete when the kernel
-    starts. None: who knows."""
+    starts. None: who knows. sight: which rows of its sequence a row sees."""
 
     shape: tuple[int, int, int]
     q: Any
@@ -37,6 +38,7 @@ class Query:
     fresh: int | None = None
     sums: Any = None
     stats: Any = None
+    sight: Sight = EVERYTHING
 
     def span(self, row: Any) -> tuple[Any, Any, Any]:
         """(sequence, first, end) of the cache rows that a row sees. A row of length 0 is idle: its sequence means nothing."""
@@ -46,7 +48,24 @@ class Query:
         put(sequence, T.Select(end > 0, named, T.int32(0)))
         with T.If(end > 0), T.Then():
             put(first, T.max(load_int(self.start, [sequence[0]]), T.int32(0)))
-        return sequence[0], first[0], end
+        if not self.sight.limited:
+            return sequence[0], first[0], end
+        own = self._own_end(row, sequence[0], end)
+        if self.sight.window:
+            put(first, T.max(first[0], own - self.sight.window))
+        return sequence[0], first[0], own if self.sight.causal else end
+
+    def _own_end(self, row: Any, sequence: Any, end: Any) -> Any:
+        """Behind a row's own place in the cache: before the rows behind it in its block that are of its sequence."""
+        own, block = register("int32", name="own"), self.sight.block
+        put(own, end)
+        if block > 1:
+            stop = T.min((T.floordiv(row, block) + 1) * block, T.int32(self.shape[0]))
+            with T.serial(0, block - 1) as behind, T.If(row + 1 + behind < stop), T.Then():
+                other = hold(row + 1 + behind, "int32")
+                mine = T.And(T.EQ(load_int(self.seq, [other]), sequence), load_int(self.length, [other]) > 0)
+                put(own, own[0] - T.Cast("int32", mine))
+        return own[0]
 
     def line(self, sequence: Any, token: Any, kv_head: Any) -> Any:
         """int64 index of the cache line of one row of a sequence."""

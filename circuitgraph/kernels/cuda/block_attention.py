@@ -4,8 +4,9 @@ A block of threads has the rows of one block, one KV head and a part of the cont
 all those rows and of all query heads that share the KV head, 16 a warp; tiles of 64 cache rows go through a ring that all warps
 share. Four warps or more multiply by `wgmma`, which reads a tile once for four of them; two by `mma`.
 
-Each row has its own end. Rows of several sequences are taken one sequence after the other: nothing is assumed of them but that
-values are finite, since those of hidden rows are multiplied by 0. Where ends differ, parts are cut by the farthest one.
+Each row has its own end, and in layers with a window its own start. Rows of several sequences are taken one sequence after the
+other: nothing is assumed of them but that values are finite, since those of hidden rows are multiplied by 0. Where ends differ,
+parts are cut by the farthest one.
 
 The parts are a cluster of thread blocks, which read each other's sums from shared memory.
 """
@@ -31,6 +32,12 @@ FLOOR = LOWEST / 2
 KEEP = """
 __forceinline__ __device__ void circuitgraph_keep(float* value) { asm volatile("" : "+f"(*value) :: "memory"); }
 """
+BEHIND = """
+__forceinline__ __device__ int circuitgraph_behind(int sequence, int lane) {
+  return __popc(__match_any_sync(0xffffffffu, sequence) & (0xfffffffeu << lane));
+}
+"""
+"""Lanes behind this one that have the same sequence."""
 SLACK = 8.0
 """Powers of two by which weights may exceed 1."""
 PANEL = TILE * 128
@@ -96,7 +103,7 @@ class BlockAttention:
             put(lead, self._first_open(open_rows[0]))
             with T.While(lead[0] < 32):
                 sequence = from_lane(self.row_sequence[0], lead[0], "int32")
-                self.first = from_lane(self.row_start[0], lead[0], "int32")
+                self._find_first(sequence, lead[0])
                 self._attend(sequence)
                 put(open_rows, T.Select(T.EQ(self.row_sequence[0], sequence), T.int32(0), open_rows[0]))
                 put(lead, self._first_open(open_rows[0]))
@@ -136,11 +143,35 @@ class BlockAttention:
             with T.If(self.row_end[0] > 0), T.Then():
                 put(self.row_sequence, load_int(self.query.seq, [self.first_row + lane]))
                 put(self.row_start, T.max(load_int(self.query.start, [self.row_sequence[0]]), T.int32(0)))
+        if self.query.sight.limited:
+            self._limit_rows()
         self.sequences, self.ends = register("int32", 2, "sequences"), register("int32", 2, "ends")
+        self.starts = register("int32", 2, "starts") if self.query.sight.window else None
         for half in range(2):
             row = hold(T.floordiv(self._place(half), self.group), "int32")
             put(self.sequences, from_lane(self.row_sequence[0], row, "int32"), half)
             put(self.ends, from_lane(self.row_end[0], row, "int32"), half)
+            if self.starts is not None:
+                put(self.starts, from_lane(self.row_start[0], row, "int32"), half)
+
+    def _limit_rows(self) -> None:
+        """What a window and causality leave to each row. Idle rows have no sequence, so they are behind nobody."""
+        sight, own = self.query.sight, register("int32", name="own")
+        named = (self.row_sequence[0], self.at.lane)
+        put(own, self.row_end[0] - T.cuda.func_call("circuitgraph_behind", *named, source_code=BEHIND, return_type="int32"))
+        with T.If(self.row_end[0] > 0), T.Then():
+            if sight.window:
+                put(self.row_start, T.max(self.row_start[0], own[0] - sight.window))
+            if sight.causal:
+                put(self.row_end, own[0])
+
+    def _find_first(self, sequence: Any, lead: Any) -> None:
+        """The first cache row that some row of the sequence sees, and, with a window, the last first one."""
+        self.first = from_lane(self.row_start[0], lead, "int32")
+        if self.starts is not None:
+            mine = hold(T.Cast("int32", T.EQ(self.row_sequence[0], sequence)), "int32")
+            self.first = hold(T.cuda.warp_min(hold(T.Select(mine > 0, self.row_start[0], self.first), "int32")), "int32", "first")
+            self.last_first = hold(T.cuda.warp_max(hold(T.Select(mine > 0, self.row_start[0], self.first), "int32")), "int32")
 
     def _place(self, half: int) -> Any:
         """One of a thread's two queries, among those of the block."""
@@ -313,7 +344,8 @@ class BlockAttention:
         """The weights, in place of the scores. They are relative to a score that was the largest not long ago: only where a new
         one is greater by `SLACK` are the sums so far made smaller."""
         scale, before = T.float32(self.query.scale * LOG2_E), register("float32", 2, "before")
-        with T.If(T.Or(tile * TILE < self.first, tile * TILE + TILE > self.shortest)), T.Then():
+        first = self.first if self.starts is None else self.last_first
+        with T.If(T.Or(tile * TILE < first, tile * TILE + TILE > self.shortest)), T.Then():
             self._hide(tile)
         for half in range(2):
             mine = [eight * 4 + half * 2 + i for eight in range(TILE // 8) for i in range(2)]
@@ -347,7 +379,8 @@ class BlockAttention:
         first = hold(tile * TILE + self.at.lane % 4 * 2, "int32")
         for index in range(TILE // 2):
             token = first + (index // 4 * 8 + index % 2)
-            seen = T.And(token >= self.first, token < self.visible[index % 4 // 2])
+            half = index % 4 // 2
+            seen = T.And(token >= (self.first if self.starts is None else self.starts[half]), token < self.visible[half])
             put(self.scores, T.Select(seen, self.scores[index], T.float32(LOWEST)), index)
 
     def _add_values(self, slot: Any) -> None:

@@ -9,6 +9,7 @@ from tvm.tirx.script import builder as T
 
 from ...circuit.ir import Node
 from ...circuit.types import StateType, TensorType
+from ...ops.cache import Sight
 from ...plan.ir import VIEWS, Group, Plan, Scratch
 from ..base import meeting, refuse_packed
 from .architectures import architecture_of
@@ -164,6 +165,7 @@ def query_of(env, group: Group, parts: int, *, joined: bool = False) -> Query:
         scale=float(node.attr["scale"]),
         parts=parts,
         fresh=fresh_rows(env, node),
+        sight=Sight.of(node.attr),
         **({} if joined else {name: env.scratch(name) for name in ("sums", "stats")}),
     )
 
