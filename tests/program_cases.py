@@ -145,9 +145,11 @@ EAGLE3 = "eagle3_llama"
 EAGLE3_PROGRAMS = {"first": (1,), "draft": (1,), "context": (13,)}
 
 
-def eagle3_drafts(forward: Entries, weights: Tensors, state: State, steps: int = 4) -> tuple[list[int], torch.Tensor]:
+def eagle3_drafts(
+    forward: Entries, weights: Tensors, state: State, head: str = EAGLE3, steps: int = 4
+) -> tuple[list[int], torch.Tensor]:
     """Case b: a greedy chain after 13 rows; its tokens are fed back as they leave. (tokens, log-probabilities)."""
-    tensors = fixture_tensors(EAGLE3)
+    tensors = fixture_tensors(head)
     cache = Cache(state)
     aux, tokens = tensors["ctx.aux"], tensors["ctx.tokens"]
     context = cache.rows([Row(0, i, int(tokens[i + 1]), aux[i]) for i in range(13)])
@@ -163,10 +165,10 @@ def eagle3_drafts(forward: Entries, weights: Tensors, state: State, steps: int =
     return made, torch.cat(logprobs)
 
 
-def check_eagle3(forward: Entries, weights: Tensors, state: State) -> None:
+def check_eagle3(forward: Entries, weights: Tensors, state: State, head: str = EAGLE3) -> None:
     """Drafts are ids of the target."""
-    tokens, logprobs = eagle3_drafts(forward, weights, state)
-    want = fixture_tensors(EAGLE3)
+    tokens, logprobs = eagle3_drafts(forward, weights, state, head)
+    want = fixture_tensors(head)
     assert tokens == want["b.tokens"].tolist()
     assert tokens != want["b.draft_ids"].tolist()
     torch.testing.assert_close(logprobs, want["b.logprobs"], rtol=0, atol=1e-4)

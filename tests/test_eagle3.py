@@ -17,11 +17,15 @@ from circuitgraph.errors import CheckpointError, ProgramError
 from circuitgraph.interpreter import interpret
 from circuitgraph.language import parse_circuit
 from tests.compiled_calls import Interpreted, compile_entries
-from tests.fixture_cases import FIXTURES, Cases, fixture_tensors
+from tests.fixture_cases import FIXTURES, Cases, fixture_tensors, target_of
 from tests.fixture_cases import Interpreted as InterpretedForward
 from tests.program_cases import EAGLE3_PROGRAMS, check_eagle3, eagle3_drafts
 
 FOLDER = FIXTURES / "eagle3_llama"
+NARROW = "eagle3_llama_narrow"
+"""A head of 48 columns for a target of 64, with an embedding of its own."""
+HEADS = ("eagle3_llama", NARROW)
+heads = pytest.mark.parametrize("head", HEADS)
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Eagle3(InterpretedForward):
 
     def _run(self, entry: str, rows) -> dict[str, torch.Tensor]:
         name, token = "aux", rows.token
-        if rows.hidden.shape[1] == self.weights["fc"].shape[0]:
+        if rows.hidden.shape[1] != self.weights["fc"].shape[1]:
             name, token = "hidden", (token + self.offsets[token.long()]).int()
         inputs = {"token": token, name: rows.hidden, "position": rows.position}
         first = {"draft": "first", "logits": "first_logits"}.get(entry, entry)
@@ -41,11 +45,11 @@ class Eagle3(InterpretedForward):
         return interpret(self.circuit, inputs=inputs, weights=self.weights, states={"kv": rows.kv}, entry=entry)
 
 
-def tensors_in_draft_ids() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def tensors_in_draft_ids(head: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The cases with the three hiddens where other families have one, and drafts in the head's vocabulary; d2t."""
-    offsets = load_file(FOLDER / "model.safetensors")["d2t"]
+    offsets = load_file(FIXTURES / head / "model.safetensors")["d2t"]
     own = {int(target): draft for draft, target in enumerate(offsets + torch.arange(len(offsets)))}
-    tensors = dict(fixture_tensors("eagle3_llama"))
+    tensors = dict(fixture_tensors(head))
     for name in list(tensors):
         if name.endswith(".aux"):
             tensors[name.removesuffix("aux") + "hiddens"] = tensors[name]
@@ -55,31 +59,35 @@ def tensors_in_draft_ids() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     return tensors, offsets
 
 
-def cases_of(keys: str = "tpos", **switches) -> Cases:
-    bound = bind("auto", model=FOLDER, target_model=FOLDER / "target", switches={"ids": "own", **switches})
-    tensors, offsets = tensors_in_draft_ids()
+def cases_of(keys: str = "tpos", head: str = "eagle3_llama", **switches) -> Cases:
+    bound = bind("auto", model=FIXTURES / head, target_model=target_of(head), switches={"ids": "own", **switches})
+    tensors, offsets = tensors_in_draft_ids(head)
     forward = Eagle3(bound.circuit, bound.load_weights(positions=64), offsets)
     return Cases(tensors, bound.circuit.states[0], forward, keys=keys)
 
 
+@heads
 @pytest.mark.parametrize("case", ["a", "b", "c", "d"])
-def test_cases(case: str) -> None:
-    getattr(cases_of(), f"check_{case}")()
+def test_cases(case: str, head: str) -> None:
+    getattr(cases_of(head=head), f"check_{case}")()
 
 
+@heads
 @pytest.mark.parametrize("case", ["a", "b"])
-def test_keys_rotated_at_the_hiddens_position(case: str) -> None:
-    getattr(cases_of(keys="hpos", rope_position="hidden"), f"check_{case}")()
+def test_keys_rotated_at_the_hiddens_position(case: str, head: str) -> None:
+    getattr(cases_of("hpos", head, rope_position="hidden"), f"check_{case}")()
 
 
+@heads
 @pytest.mark.parametrize("switches", [{"norm_before_residual": True}, {"recycle": "post_norm"}])
-def test_a_wrong_switch_is_noticed(switches: dict) -> None:
+def test_a_wrong_switch_is_noticed(switches: dict, head: str) -> None:
     with pytest.raises(AssertionError):
-        cases_of(**switches).check_b()
+        cases_of(head=head, **switches).check_b()
 
 
-def test_skipping_the_catch_up_is_noticed() -> None:
-    cases_of().check_d_without_overwrite()
+@heads
+def test_skipping_the_catch_up_is_noticed(head: str) -> None:
+    cases_of(head=head).check_d_without_overwrite()
 
 
 # -- entries that are given interior values ------------------------------------------------------------------------
@@ -125,16 +133,17 @@ def test_what_cannot_be_given_is_refused(given: str, message: str, tmp_path) -> 
 # -- ids that leave are the target's -------------------------------------------------------------------------------
 
 
+@heads
 @pytest.mark.parametrize("kind", ["interpreted", "compiled"])
-def test_drafts_are_ids_of_the_target(kind: str, tmp_path) -> None:
-    bound = bind("auto", model=FOLDER, target_model=FOLDER / "target")
+def test_drafts_are_ids_of_the_target(kind: str, head: str, tmp_path) -> None:
+    bound = bind("auto", model=FIXTURES / head, target_model=target_of(head))
     weights = bound.load_weights(positions=64)
     assert weights["d2t"].dtype == torch.int64
     pieces = [(entry, rows) for entry, sizes in EAGLE3_PROGRAMS.items() for rows in sizes]
     forward = compile_entries(bound.circuit, pieces, tmp_path) if kind == "compiled" else Interpreted(bound.circuit)
-    check_eagle3(forward, weights, bound.circuit.states[0])
+    check_eagle3(forward, weights, bound.circuit.states[0], head)
     with pytest.raises(AssertionError):
-        check_eagle3(forward, {**weights, "d2t": weights["d2t"].roll(1)}, bound.circuit.states[0])
+        check_eagle3(forward, {**weights, "d2t": weights["d2t"].roll(1)}, bound.circuit.states[0], head)
 
 
 # -- names and layers ----------------------------------------------------------------------------------------------

@@ -25,6 +25,9 @@ FAMILIES = PROGRAMS / "families"
 
 ConfigValue = StrictBool | StrictInt | float | StrictStr
 
+TARGET_WIDTH = "target_hidden_size"
+"""The key that says how wide a drafter's target is."""
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -79,11 +82,22 @@ class LayerDecl(_Strict):
     otherwise: StrictInt | StrictStr = 0
 
 
+class OwnDecl(_Strict):
+    """A drafter has a tensor of its own for what others borrow where two config values are `unequal`, or where a config key,
+    the `flag`, is true. names: of that tensor."""
+
+    names: list[str] = Field(min_length=1)
+    unequal: tuple[str, str]
+    flag: str
+
+
 class BorrowedDecl(_Strict):
-    """A weight of the target model. `tied_to` stands in for it where the config ties the two."""
+    """A weight of the target model. `tied_to` stands in for it where the config ties the two; `own` says which drafters have
+    their own."""
 
     names: list[str] = Field(min_length=1)
     tied_to: str | None = None
+    own: OwnDecl | None = None
 
 
 class WaivedDecl(_Strict):
@@ -154,7 +168,7 @@ class Family:
         defaults = {key: said for key, said in self.file.values.items() if isinstance(said, int | float)}
         config = read_config(raw, self.file.sections, defaults=defaults, required=self.file.required, attention=attention)
         check_quantisation(raw)
-        faults = [*self._unsupported(config, told), *self._told_apart(config)]
+        faults = [*self._unsupported(config, told), *self._told_apart(config), *self._another_width(config), *self._flags(config)]
         window = None if faults or not attention else self._window(config)
         if faults or window is not None:
             raise CheckpointError([*faults, *([window] if window else [])])
@@ -188,6 +202,37 @@ class Family:
                 expected, hint = f"{value!r} as in {key}", "Remove the one that is out of date."
                 faults.append(Fault("the config gives two values", config.raw.file, place, expected, repr(other), hint))
         return faults
+
+    def _another_width(self, config: ModelConfig) -> list[Fault]:
+        """A fault where the config says that a target is not as wide as its drafter, and the program has one width alone."""
+        size, other = config.values["hidden_size"], config.find(TARGET_WIDTH)
+        if self.file.stored == "in_target" or TARGET_WIDTH in self.file.values or other in (None, size):
+            return []
+        lent = " and ".join(self.file.borrowed)
+        hint = f"They take {lent} from it, so both have one width." if lent else None
+        message = f"drafters of family '{self.name}' are as wide as their target"
+        return [Fault(message, config.raw.file, TARGET_WIDTH, f"{size} as hidden_size", repr(other), hint)]
+
+    def _flags(self, config: ModelConfig) -> list[Fault]:
+        """A fault for each flag that says of a weight whose it is, and is neither true nor false."""
+        flags = [decl.own.flag for decl in self.file.borrowed.values() if decl.own]
+        found = {flag: config.find(flag) for flag in flags}
+        wrong = {key: value for key, value in found.items() if not isinstance(value, bool | None)}
+        return [_wrong_kind(config, key, "true or false", value) for key, value in wrong.items()]
+
+    def owns(self, weight: str, config: ModelConfig) -> str | None:
+        """Why a drafter has a tensor of its own for a weight that others borrow; None where it borrows it, too."""
+        own = self.file.borrowed[weight].own
+        if own is None:
+            return None
+        if config.find(own.flag):
+            return f"{own.flag} is true"
+        first, other = (config.values.get(key) for key in own.unequal)
+        return None if first == other else f"{own.unequal[0]} is {first}, {own.unequal[1]} {other}"
+
+    def lent(self, config: ModelConfig) -> list[str]:
+        """The weights that are the target's."""
+        return [weight for weight in self.file.borrowed if self.owns(weight, config) is None]
 
     def _values(self, config: ModelConfig) -> dict[str, Any]:
         """What the program calls otherwise than the config, and what stands for a key that the config lacks."""

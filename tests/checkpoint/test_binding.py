@@ -37,15 +37,17 @@ def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def edited(name: str, edit: Callable[[Tensors], object] = lambda tensors: None, config: dict | None = None) -> str:
+def edited(
+    name: str, edit: Callable[[Tensors], object] = lambda tensors: None, config: dict | None = None, folder: str = "m"
+) -> str:
     """A copy of a fixture, called `m`, with other tensors and config keys."""
-    shutil.copytree(FIXTURES / name, "m")
-    tensors = load_file("m/model.safetensors")
+    shutil.copytree(FIXTURES / name, folder)
+    tensors = load_file(f"{folder}/model.safetensors")
     edit(tensors)
-    save_file(tensors, "m/model.safetensors")
-    data = json.loads(Path("m/config.json").read_text())
-    Path("m/config.json").write_text(json.dumps({**data, **(config or {})}))
-    return "m"
+    save_file(tensors, f"{folder}/model.safetensors")
+    data = json.loads(Path(f"{folder}/config.json").read_text())
+    Path(f"{folder}/config.json").write_text(json.dumps({**data, **(config or {})}))
+    return folder
 
 
 def refusal(call: Callable[[], object], kind: type[CircuitgraphError] = CheckpointError) -> str:
@@ -450,17 +452,82 @@ def test_another_target() -> None:
     )
 
 
-def test_a_head_that_is_narrower_than_its_target() -> None:
-    def wide(tensors: Tensors) -> None:
-        tensors["fc.weight"] = torch.zeros(64, 3 * 128, dtype=tensors["fc.weight"].dtype)
+def test_a_head_of_another_width_than_its_target_has_its_own_embedding() -> None:
+    model = edited("eagle3_llama_narrow")
+    bound = bind("auto", model=model)
+    embed = bound.tensors["embed_tokens"]
+    assert (embed.name, embed.source, embed.status) == ("embed_tokens.weight", "drafter", "used")
+    row = next(row for row in bound.report if row.weight == "embed_tokens")
+    assert row.reason == "the drafter's own: target_hidden_size is 64, hidden_size 48"
+    assert (bound.tensors["fc"].shape, embed.shape) == ((48, 3 * 64), (512, 48))
+    assert {ref.source for ref in bound.tensors.values()} == {"drafter"}  # so that a target's config is enough of it
+    assert bind("auto", model=model, target_model="m/target/config.json").tensors == bound.tensors
+    without = edited("eagle3_llama_narrow", lambda tensors: tensors.pop("embed_tokens.weight"), folder="without")
+    assert refusal(lambda: bind("auto", model=without)) == (
+        "without: no tensor for weight 'embed_tokens'; expected 'embed_tokens.weight'. "
+        "The target's does not stand in for it, since target_hidden_size is 64, hidden_size 48."
+    )
 
-    model = edited("eagle3_llama", wide, {"target_hidden_size": 128})
-    target = Path("m/target").rename("target")
-    why = "It is made for a target of another size than its own (target_hidden_size), which no program models."
-    assert why in refusal(lambda: bind("auto", model=model))
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**config, "hidden_size": 128}))
-    assert why in refusal(lambda: bind("auto", model=model, target_model=target))
+
+@pytest.mark.parametrize("size", [None, 64])
+def test_a_head_as_wide_as_its_target_borrows_the_embedding(size: int | None) -> None:
+    plain = bind("auto", model=FIXTURES / "eagle3_llama")
+    bound = bind("auto", model=edited("eagle3_llama", config={"target_hidden_size": size}))
+    assert bound.circuit == plain.circuit
+    assert bound.tensors["embed_tokens"] == plain.tensors["embed_tokens"]
+    assert bound.tensors["embed_tokens"].source == "host"
+
+
+def test_a_head_that_trained_its_embedding_uses_it() -> None:
+    def trained(tensors: Tensors) -> None:
+        tensors["embed_tokens.weight"] = torch.full((512, 64), 0.5, dtype=tensors["fc.weight"].dtype)
+
+    model = edited("eagle3_llama", trained, {"embed_requires_grad": True})
+    for target in (None, "m/target"):
+        bound = bind("auto", model=model, target_model=target)
+        row = next(row for row in bound.report if row.weight == "embed_tokens")
+        assert (row.tensor, row.source, row.reason) == (
+            "embed_tokens.weight",
+            "drafter",
+            "the drafter's own: embed_requires_grad is true",
+        )
+        assert bound.load_weights(positions=4)["embed_tokens"].eq(0.5).all()
+    for wrong in ("yes", 1):
+        config = json.loads(Path("m/config.json").read_text())
+        Path("m/config.json").write_text(json.dumps({**config, "embed_requires_grad": wrong}))
+        assert refusal(lambda: bind("auto", model=model)) == (
+            f"m/config.json: embed_requires_grad: the value is of the wrong kind; expected true or false; got {wrong!r}"
+        )
+
+
+def test_a_target_of_another_width_than_the_head_says() -> None:
+    model = edited("eagle3_llama_narrow", config={"target_hidden_size": 128})
+    assert refusal(lambda: bind("auto", model=model, target_model="m/target")) == (
+        "m/target/config.json: hidden_size: target and drafter differ; "
+        "expected 128 as target_hidden_size in m/config.json; got 64. This drafter belongs to another target."
+    )
+    for wrong in (0, "64", 64.0):
+        config = json.loads(Path("m/config.json").read_text())
+        Path("m/config.json").write_text(json.dumps({**config, "target_hidden_size": wrong}))
+        assert refusal(lambda: bind("auto", model=model)) == (
+            f"m/config.json: target_hidden_size: the value is of the wrong kind; expected a positive integer; got {wrong!r}. "
+            "Program 'eagle3' needs it for G."
+        )
+
+
+@pytest.mark.parametrize(("name", "lent"), [("dflash_qwen3", True), ("eagle1_llama", True), ("medusa1", False)])
+def test_drafters_that_are_as_wide_as_their_target(name: str, lent: bool) -> None:
+    size = json.loads((FIXTURES / name / "config.json").read_text()).get("hidden_size", 64)
+    expected = (
+        f"m/config.json: target_hidden_size: drafters of family '{name}' are as wide as their target; "
+        f"expected {size} as hidden_size; got 96"
+    )
+    if lent:
+        expected += ". They take embed_tokens and lm_head from it, so both have one width."
+    model = edited(name, config={"target_hidden_size": 96})
+    assert refusal(lambda: bind("auto", model=model, target_model="m/target")) == expected
+    edited(name, config={"target_hidden_size": size}, folder="same")
+    bind("auto", model="same", target_model="same/target")
 
 
 def test_a_target_without_the_tensors() -> None:
