@@ -154,6 +154,8 @@ VARIANTS: dict[str, tuple[dict, tuple[str, ...]]] = {
     "plain": ({}, ()),
     "bias": ({"attention_bias": True}, BIASES),
     "bias_deep": ({"attention_bias": True, "num_hidden_layers": 2}, (*BIASES, "layers.1.")),
+    "norm_before_fc": ({"norm_before_fc": True}, ("input_norm.",)),
+    "fc_norm": ({"fc_norm": True}, ("fc_norm.",)),
     "own_embedding": ({"embed_requires_grad": True}, ("embed_tokens.",)),
 }
 """Config keys, and what the names of the tensors begin with."""

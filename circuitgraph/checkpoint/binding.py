@@ -342,6 +342,14 @@ def _decide(
     ]
     if faults:
         raise ProgramError(faults)
+    together = [[name for name in names if decided.get(name) is True] for names in family.file.apart]
+    faults = [
+        Fault("do not go together: engines differ in what both mean", config.raw.file, " and ".join(names), "one of them", "all")
+        for names in together
+        if len(names) > 1
+    ]
+    if faults:
+        raise CheckpointError(faults)
     return {name: value for name, value in decided.items() if name in space or name in (given or {})}
 
 

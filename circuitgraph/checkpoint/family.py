@@ -34,11 +34,11 @@ class _Strict(BaseModel):
 
 
 class ConfigSwitch(_Strict):
-    """A switch that is decided by a config key; where the config lacks it, by whether the file has a `tensor`: `held` or
+    """A switch that is decided by a config key, the first of several that the config has; where it has none, by whether the file has a `tensor`: `held` or
     `absent`; `default` where there is neither key nor file. equal: two config values without whose equality the tensor may
     not be absent: then it is `default`, and the tensor is missed. Where they are equal, a bare config means `absent`, too."""
 
-    config: str | None = None
+    config: str | list[str] | None = None
     tensor: str | None = None
     held: SwitchValue | None = None
     absent: SwitchValue | None = None
@@ -134,6 +134,7 @@ class FamilyFile(_Strict):
     supports: dict[str, list[ConfigValue] | Literal["absent"]] = Field(default_factory=dict)
     ambiguous: dict[str, AmbiguousDecl] = Field(default_factory=dict)
     switches: dict[str, SwitchValue | ConfigSwitch] = Field(default_factory=dict)
+    apart: list[list[str]] = Field(default_factory=list)
     layer: LayerDecl | None = None
     prefixes: list[str] = Field(min_length=1)
     tensors: dict[str, str | list[str]]
@@ -318,14 +319,16 @@ class Family:
             if not isinstance(decl, ConfigSwitch):
                 decided[name] = decl
                 continue
-            value = config.find(decl.config) if decl.config else None
+            keys = _listed(decl.config) if decl.config else ()
+            subject = next((key for key in keys if config.find(key) is not None), keys[0] if keys else None)
+            value = config.find(subject) if subject else None
             if value is None and decl.tensor:
                 value = self._told_by_tensor(decl, config, tensors)
             decided[name] = decl.default if value is None else value
             if type(decided[name]) is not type(decl.default):
                 expected = "true or false" if isinstance(decl.default, bool) else "a text"
                 message = f"the value decides switch '{name}' and is of the wrong kind"
-                faults.append(Fault(message, where=config.raw.file, subject=decl.config, expected=expected, got=repr(value)))
+                faults.append(Fault(message, where=config.raw.file, subject=subject, expected=expected, got=repr(value)))
         if faults:
             raise CheckpointError(faults)
         return decided
@@ -442,6 +445,9 @@ def _contradictions(family: Family) -> list[Fault]:
     for name in (name for name in file.unrounded if not family.candidates(name)):
         where, hint = places["unrounded",], did_you_mean(name, file.tensors)
         faults.append(Fault(f"'{name}' is not rounded", where, None, "one of 'tensors'", "none of that name", hint))
+    for name in (name for names in file.apart for name in names if name not in file.switches):
+        where, hint = places["apart",], did_you_mean(name, file.switches)
+        faults.append(Fault(f"'{name}' goes without others", where, None, "one of 'switches'", "none of that name", hint))
     for name, decl in file.switches.items():
         if isinstance(decl, ConfigSwitch) and decl.equal is not None and None in (decl.tensor, decl.held, decl.absent):
             where, expected = places["switches", name], "'tensor', 'held' and 'absent' beside 'equal'"

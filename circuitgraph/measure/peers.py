@@ -228,7 +228,9 @@ class TorchEagle3Head(_TorchHead):
             "lm_head",
         )
         self.w.update({name: weights[name].to(torch.bfloat16) for name in names})
-        self.w["o_bias"] = half(weights, "o_bias")
+        norms = ("low_norm", "middle_norm", "high_norm")
+        self.w.update({name: half(weights, name) for name in ("o_bias", "aux_norm", *norms)})
+        self.norms = [name for name in norms if name in weights]
         self.w["qkv"] = torch.cat([weights[f"{name}_proj"].to(torch.bfloat16) for name in ("q", "k", "v")])
         biases = [half(weights, f"{name}_bias") for name in "qkv"]
         self.w["qkv_bias"] = torch.cat(biases) if biases[0] is not None else None  # type: ignore[arg-type]
@@ -238,6 +240,11 @@ class TorchEagle3Head(_TorchHead):
     def forward(self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, ...]:
         facts, w, n = self.facts, self.w, self.rows
         if self.first:
+            if facts["norm_before_fc"]:
+                hidden = self._norm(hidden, "aux_norm")
+            if self.norms:
+                parts = hidden.chunk(len(self.norms), dim=-1)
+                hidden = torch.cat([self._norm(part, name) for part, name in zip(parts, self.norms, strict=True)], dim=-1)
             hidden = F.linear(hidden, w["fc"])  # type: ignore[arg-type]
         e = self._norm(F.embedding(token, w["embed_tokens"]), "input_norm")  # type: ignore[arg-type]
         h = self._norm(hidden, "hidden_norm")

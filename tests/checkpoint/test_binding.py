@@ -1001,6 +1001,69 @@ def test_a_setting_of_two_meanings_is_taken_once_its_switch_is_given(recycle: st
     )
 
 
+def norms_before_fc(*names: str) -> Callable[[Tensors], None]:
+    sizes = {"input_norm": 192}
+    return lambda tensors: tensors.update({f"{name}.weight": torch.rand(sizes.get(name, 64)).half() for name in names})
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "weights"),
+    [
+        ({"norm_before_fc": True}, ["input_norm"], ["aux_norm"]),
+        ({"eagle_config": {"norm_before_fc": True}}, ["input_norm"], ["aux_norm"]),
+        ({"norm_before_fc": True, "eagle_config": {"norm_before_fc": True}}, ["input_norm"], ["aux_norm"]),
+        ({"fc_norm": True}, ["fc_norm.0", "fc_norm.1", "fc_norm.2"], ["low_norm", "middle_norm", "high_norm"]),
+        ({"use_aux_norm": True}, ["aux_norm_low", "aux_norm_mid", "aux_norm_high"], ["low_norm", "middle_norm", "high_norm"]),
+        ({"fc_norm": False, "norm_before_fc": False, "use_aux_norm": None}, [], []),
+    ],
+)
+def test_norms_before_fc_by_all_their_names(config: dict, names: list[str], weights: list[str]) -> None:
+    bound = bind("auto", model=edited("eagle3_llama", norms_before_fc(*names), config))
+    plain = bind("auto", model=FIXTURES / "eagle3_llama").tensors
+    assert {name: bound.tensors[name].name for name in bound.tensors if name not in plain} == {
+        weight: f"{name}.weight" for weight, name in zip(weights, names, strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"norm_before_fc": False, "eagle_config": {"norm_before_fc": True}},
+            "eagle_config.norm_before_fc: the config gives two values; expected False as in norm_before_fc; got True",
+        ),
+        (
+            {"fc_norm": True, "use_aux_norm": False},
+            "use_aux_norm: the config gives two values; expected True as in fc_norm; got False",
+        ),
+        (
+            {"fc_norm": True, "eagle_config": {"norm_before_fc": True}},
+            "norm_before_fc and fc_norm: do not go together: engines differ in what both mean; expected one of them",
+        ),
+        (
+            {"eagle_config": {"norm_before_fc": "yes"}},
+            "eagle_config.norm_before_fc: the value decides switch 'norm_before_fc' and is of the wrong kind; "
+            "expected true or false; got 'yes'",
+        ),
+        ({"attention_bias": 1}, "attention_bias: the value decides switch 'qkv_bias' and is of the wrong kind"),
+    ],
+)
+def test_norms_before_fc_that_are_not_told_alike(config: dict, message: str) -> None:
+    every = norms_before_fc("input_norm", "fc_norm.0", "fc_norm.1", "fc_norm.2")
+    assert message in refusal(lambda: bind("auto", model=edited("eagle3_llama", every, config)))
+
+
+def test_a_norm_before_fc_that_the_config_or_the_file_lacks() -> None:
+    model = edited("eagle3_llama", norms_before_fc("input_norm"))
+    assert "input_norm.weight: no weight of the program uses this tensor. It is 'aux_norm', which these switches leave out" in (
+        refusal(lambda: bind("auto", model=model))
+    )
+    other = edited("eagle3_llama", config={"fc_norm": True}, folder="other")
+    message = refusal(lambda: bind("auto", model=other))
+    assert "no tensor for weight 'low_norm'; expected 'fc_norm.0.weight' or 'aux_norm_low.weight'" in message
+    assert "If the model has none, say so: fc_norm=false (--set)." in message
+
+
 def test_what_lies_beside_a_drafter_that_is_stored_alone_is_looked_at() -> None:
     for path in shipped_families().values():
         file = load_family(path).file

@@ -225,7 +225,9 @@ def test_torch_heads_compute_the_same(family, program, storage, tmp_path):
 
 
 @pytest.mark.parametrize("entry", ["first", "draft"])
-@pytest.mark.parametrize("config", [{}, {"attention_bias": True}, {"target_hidden_size": 96}])
+@pytest.mark.parametrize(
+    "config", [{}, {"attention_bias": True}, {"norm_before_fc": True}, {"fc_norm": True, "target_hidden_size": 96}]
+)
 def test_torch_heads_of_eagle3_compute_the_same(config, entry, tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads((FIXTURES / "eagle3_llama" / "config.json").read_text()) | config))
