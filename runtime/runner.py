@@ -33,6 +33,10 @@ from .block import block_rows, context_rows, ended
 from .kinds import Block, Heads, Kind, kind_of
 
 Caches = Mapping[str, PagedKV]
+AUX_PRE_NORM = "aux_pre_norm"
+"""The source of hiddens that are residual streams of several layers of the target."""
+USUAL_LAYERS = 3
+"""How many those are where the drafter's config leaves them to the usual rule."""
 MASKED = "_masked"
 """What the names of entries that draft under a grammar's mask end with."""
 MASKED_OUTPUT = "masked_"
@@ -253,8 +257,20 @@ class DraftRunner(abc.ABC):
 
     @property
     def hidden_layers(self) -> int:
-        """How many layers of the target the hidden that is handed in is of, side by side."""
-        return self.hidden_size // (self.embed_size or self.hidden_size)
+        """How many layers of the target the hidden that is handed in is of, side by side.
+
+        Raises:
+            RuntimeUseError: it is not as wide as so many hiddens of one width.
+        """
+        if self._target.source != AUX_PRE_NORM:
+            return self.hidden_size // (self.embed_size or self.hidden_size)
+        # A head of EAGLE-3 may be of another width than its target, so that its embedding does not tell.
+        count = len(str(dict(self.circuit.facts).get("hidden_layers", "")).split()) or USUAL_LAYERS
+        if self.hidden_size % count:
+            expected = f"hiddens of {count} layers side by side"
+            fault = Fault("does not split into layers", self.circuit.name, self._target.name, expected, str(self.hidden_size))
+            raise RuntimeUseError(fault)
+        return count
 
     def hidden_layer_ids(self, target_layers: int) -> tuple[int, ...]:
         """Which layers' outputs those are, counted from 0 (transformers' hidden_states[id + 1]), of a target with so many
@@ -267,7 +283,7 @@ class DraftRunner(abc.ABC):
         if self.hidden_layers == 1:
             return ()
         ids = tuple(int(layer) for layer in str(dict(self.circuit.facts).get("hidden_layers", "")).split())
-        if self.hidden_source == "aux_pre_norm":
+        if self.hidden_source == AUX_PRE_NORM:
             ids = ids or (2, target_layers // 2, target_layers - 3)
             # Configs count either outputs, and begin with 1, or inputs: what enters layer 2 is what layer 1 put out.
             ids = ids if ids[0] == 1 else tuple(layer - 1 for layer in ids)

@@ -189,28 +189,42 @@ EAGLE3 = "eagle3_llama"
 EAGLE3_PROGRAMS = {"first": (1,), "draft": (1,), "context": (13,)}
 
 
-def eagle3_drafts(forward: Entries, weights: Tensors, state: State, steps: int = 4) -> tuple[list[int], torch.Tensor]:
+def eagle3_drafts(
+    forward: Entries, weights: Tensors, state: State, head: str = EAGLE3, steps: int = 4
+) -> tuple[list[int], torch.Tensor]:
     """Case b: a greedy chain after 13 rows; its tokens are fed back as they leave. (tokens, log-probabilities)."""
-    tensors = fixture_tensors(EAGLE3)
+    made = eagle3_chain(forward, weights, state, head, steps)
+    return [int(step["draft"]) for step in made], torch.cat([step["logprob"] for step in made])
+
+
+def eagle3_chain(
+    forward: Entries, weights: Tensors, state: State, head: str = EAGLE3, steps: int = 4, *, logits: bool = False
+) -> list[Tensors]:
+    """The outputs of each step of case b; those of the entries that give logits, too, where they are asked for."""
+    tensors = fixture_tensors(head)
     cache = Cache(state)
     aux, tokens = tensors["ctx.aux"], tensors["ctx.tokens"]
     context = cache.rows([Row(0, i, int(tokens[i + 1]), aux[i]) for i in range(13)])
     given = {"token": context.token, "aux": context.hidden, "position": context.position}
     forward.run("context", given, weights, {"kv": context.kv})
-    row, entry, name, made, logprobs = Row(0, 13, int(tokens[14]), aux[13]), "first", "aux", [], []
+    row, entries, name = Row(0, 13, int(tokens[14]), aux[13]), ("first", "first_logits"), "aux"
+    made: list[Tensors] = []
     for _ in range(steps):
         rows = cache.rows([row])
-        out = forward.run(entry, {"token": rows.token, name: rows.hidden, "position": rows.position}, weights, {"kv": rows.kv})
-        made.append(int(out["draft"]))
-        logprobs.append(out["logprob"])
-        row, entry, name = Row(0, row.index + 1, made[-1], out["next_hidden"][0].float()), "draft", "hidden"
-    return made, torch.cat(logprobs)
+        inputs = {"token": rows.token, name: rows.hidden, "position": rows.position}
+        out = {}
+        for entry in entries if logits else entries[:1]:
+            out |= forward.run(entry, inputs, weights, {"kv": rows.kv})
+        made.append(out)
+        row = Row(0, row.index + 1, int(out["draft"]), out["next_hidden"][0].float())
+        entries, name = ("draft", "logits"), "hidden"
+    return made
 
 
-def check_eagle3(forward: Entries, weights: Tensors, state: State) -> None:
+def check_eagle3(forward: Entries, weights: Tensors, state: State, head: str = EAGLE3) -> None:
     """Drafts are ids of the target."""
-    tokens, logprobs = eagle3_drafts(forward, weights, state)
-    want = fixture_tensors(EAGLE3)
+    tokens, logprobs = eagle3_drafts(forward, weights, state, head)
+    want = fixture_tensors(head)
     assert tokens == want["b.tokens"].tolist()
     assert tokens != want["b.draft_ids"].tolist()
     torch.testing.assert_close(logprobs, want["b.logprobs"], rtol=0, atol=1e-4)

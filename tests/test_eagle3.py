@@ -17,11 +17,15 @@ from circuitgraph.errors import CheckpointError, ProgramError
 from circuitgraph.interpreter import interpret
 from circuitgraph.language import parse_circuit
 from tests.compiled_calls import Interpreted, compile_entries
-from tests.fixture_cases import FIXTURES, Cases, fixture_tensors
+from tests.fixture_cases import FIXTURES, Cases, fixture_tensors, target_of
 from tests.fixture_cases import Interpreted as InterpretedForward
-from tests.program_cases import EAGLE3_PROGRAMS, check_eagle3, eagle3_drafts
+from tests.program_cases import EAGLE3_PROGRAMS, check_eagle3, close, eagle3_chain, eagle3_drafts
 
 FOLDER = FIXTURES / "eagle3_llama"
+NARROW = "eagle3_llama_narrow"
+"""A head of 48 columns for a target of 64, with an embedding of its own."""
+HEADS = ("eagle3_llama", NARROW)
+heads = pytest.mark.parametrize("head", HEADS)
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Eagle3(InterpretedForward):
 
     def _run(self, entry: str, rows) -> dict[str, torch.Tensor]:
         name, token = "aux", rows.token
-        if rows.hidden.shape[1] == self.weights["fc"].shape[0]:
+        if rows.hidden.shape[1] != self.weights["fc"].shape[1]:
             name, token = "hidden", (token + self.offsets[token.long()]).int()
         inputs = {"token": token, name: rows.hidden, "position": rows.position}
         first = {"draft": "first", "logits": "first_logits"}.get(entry, entry)
@@ -41,11 +45,11 @@ class Eagle3(InterpretedForward):
         return interpret(self.circuit, inputs=inputs, weights=self.weights, states={"kv": rows.kv}, entry=entry)
 
 
-def tensors_in_draft_ids() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def tensors_in_draft_ids(head: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The cases with the three hiddens where other families have one, and drafts in the head's vocabulary; d2t."""
-    offsets = load_file(FOLDER / "model.safetensors")["d2t"]
+    offsets = load_file(FIXTURES / head / "model.safetensors")["d2t"]
     own = {int(target): draft for draft, target in enumerate(offsets + torch.arange(len(offsets)))}
-    tensors = dict(fixture_tensors("eagle3_llama"))
+    tensors = dict(fixture_tensors(head))
     for name in list(tensors):
         if name.endswith(".aux"):
             tensors[name.removesuffix("aux") + "hiddens"] = tensors[name]
@@ -55,31 +59,35 @@ def tensors_in_draft_ids() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     return tensors, offsets
 
 
-def cases_of(keys: str = "tpos", **switches) -> Cases:
-    bound = bind("auto", model=FOLDER, target_model=FOLDER / "target", switches={"ids": "own", **switches})
-    tensors, offsets = tensors_in_draft_ids()
+def cases_of(keys: str = "tpos", head: str = "eagle3_llama", **switches) -> Cases:
+    bound = bind("auto", model=FIXTURES / head, target_model=target_of(head), switches={"ids": "own", **switches})
+    tensors, offsets = tensors_in_draft_ids(head)
     forward = Eagle3(bound.circuit, bound.load_weights(positions=64), offsets)
     return Cases(tensors, bound.circuit.states[0], forward, keys=keys)
 
 
+@heads
 @pytest.mark.parametrize("case", ["a", "b", "c", "d"])
-def test_cases(case: str) -> None:
-    getattr(cases_of(), f"check_{case}")()
+def test_cases(case: str, head: str) -> None:
+    getattr(cases_of(head=head), f"check_{case}")()
 
 
+@heads
 @pytest.mark.parametrize("case", ["a", "b"])
-def test_keys_rotated_at_the_hiddens_position(case: str) -> None:
-    getattr(cases_of(keys="hpos", rope_position="hidden"), f"check_{case}")()
+def test_keys_rotated_at_the_hiddens_position(case: str, head: str) -> None:
+    getattr(cases_of("hpos", head, rope_position="hidden"), f"check_{case}")()
 
 
+@heads
 @pytest.mark.parametrize("switches", [{"norm_before_residual": True}, {"recycle": "post_norm"}])
-def test_a_wrong_switch_is_noticed(switches: dict) -> None:
+def test_a_wrong_switch_is_noticed(switches: dict, head: str) -> None:
     with pytest.raises(AssertionError):
-        cases_of(**switches).check_b()
+        cases_of(head=head, **switches).check_b()
 
 
-def test_skipping_the_catch_up_is_noticed() -> None:
-    cases_of().check_d_without_overwrite()
+@heads
+def test_skipping_the_catch_up_is_noticed(head: str) -> None:
+    cases_of(head=head).check_d_without_overwrite()
 
 
 # -- entries that are given interior values ------------------------------------------------------------------------
@@ -125,16 +133,93 @@ def test_what_cannot_be_given_is_refused(given: str, message: str, tmp_path) -> 
 # -- ids that leave are the target's -------------------------------------------------------------------------------
 
 
+@heads
 @pytest.mark.parametrize("kind", ["interpreted", "compiled"])
-def test_drafts_are_ids_of_the_target(kind: str, tmp_path) -> None:
-    bound = bind("auto", model=FOLDER, target_model=FOLDER / "target")
+def test_drafts_are_ids_of_the_target(kind: str, head: str, tmp_path) -> None:
+    bound = bind("auto", model=FIXTURES / head, target_model=target_of(head))
     weights = bound.load_weights(positions=64)
     assert weights["d2t"].dtype == torch.int64
     pieces = [(entry, rows) for entry, sizes in EAGLE3_PROGRAMS.items() for rows in sizes]
     forward = compile_entries(bound.circuit, pieces, tmp_path) if kind == "compiled" else Interpreted(bound.circuit)
-    check_eagle3(forward, weights, bound.circuit.states[0])
+    check_eagle3(forward, weights, bound.circuit.states[0], head)
     with pytest.raises(AssertionError):
-        check_eagle3(forward, {**weights, "d2t": weights["d2t"].roll(1)}, bound.circuit.states[0])
+        check_eagle3(forward, {**weights, "d2t": weights["d2t"].roll(1)}, bound.circuit.states[0], head)
+
+
+# -- heads with some things more -------------------------------------------------------------------------------------
+
+PIECES = FIXTURES / "eagle3_llama_variants"
+BIASES = tuple(f"layers.0.self_attn.{name}_proj.bias" for name in "qkvo")
+VARIANTS: dict[str, tuple[dict, tuple[str, ...]]] = {
+    "plain": ({}, ()),
+    "bias": ({"attention_bias": True}, BIASES),
+    "bias_deep": ({"attention_bias": True, "num_hidden_layers": 2}, (*BIASES, "layers.1.")),
+    "norm_before_fc": ({"norm_before_fc": True}, ("input_norm.",)),
+    "fc_norm": ({"fc_norm": True}, ("fc_norm.",)),
+    "own_embedding": ({"embed_requires_grad": True}, ("embed_tokens.",)),
+}
+"""Config keys, and what the names of the tensors begin with."""
+
+
+def tensors_of(variant: str) -> dict[str, torch.Tensor]:
+    """The tensors that a plain head lacks."""
+    pieces = load_file(PIECES / "pieces.safetensors")
+    return {name: tensor for name, tensor in pieces.items() if name.startswith(VARIANTS[variant][1])}
+
+
+def write_variant(folder, variant: str, style: str = "layers.0.", **config) -> None:
+    """A head's folder. style: what the tensors of the first layer begin with."""
+    shutil.copytree(FOLDER, folder)
+    tensors = load_file(folder / "model.safetensors") | tensors_of(variant)
+    first = ("midlayer.", "layers.0.")
+    renamed = {next((style + n.removeprefix(p) for p in first if n.startswith(p)), n): t for n, t in tensors.items()}
+    save_file(renamed, folder / "model.safetensors")
+    original = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**original, **VARIANTS[variant][0], **config}))
+
+
+def bound_variant(folder, variant: str, style: str = "layers.0.", switches: dict | None = None, **config):
+    write_variant(folder, variant, style, **config)
+    return bind("auto", model=folder, target_model=folder / "target", switches=switches)
+
+
+def check_variant(variant: str, bound, forward, *, logits: bool = False) -> None:
+    want = load_file(PIECES / "cases.safetensors")
+    made = eagle3_chain(forward, bound.load_weights(positions=64), bound.circuit.states[0], logits=logits)
+    assert [int(step["draft"]) for step in made] == want[f"{variant}.tokens"].tolist()
+    close(torch.cat([step["logprob"] for step in made]), want[f"{variant}.logits"].log_softmax(-1).amax(-1))
+    close(torch.cat([step["next_hidden"] for step in made]), want[f"{variant}.recycled"])
+    if logits:
+        close(torch.cat([step["logits"] for step in made]), want[f"{variant}.logits"])
+
+
+@pytest.mark.parametrize("style", ["layers.0.", "midlayer."])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(variant: str, style: str, tmp_path) -> None:
+    bound = bound_variant(tmp_path / "head", variant, style)
+    check_variant(variant, bound, Interpreted(bound.circuit), logits=True)
+    if variant != "plain":
+        with pytest.raises(AssertionError):
+            check_variant("plain", bound, Interpreted(bound.circuit))
+
+
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "plain"])
+def test_compiled_variants(variant: str, tmp_path) -> None:
+    bound = bound_variant(tmp_path / "head", variant)
+    pieces = [(entry, rows) for entry, sizes in EAGLE3_PROGRAMS.items() for rows in sizes]
+    check_variant(variant, bound, compile_entries(bound.circuit, pieces, tmp_path))
+
+
+def test_a_head_without_the_biases_that_its_config_says(tmp_path) -> None:
+    """Configs are copied from targets that have some."""
+    with pytest.raises(CheckpointError) as caught:
+        bound_variant(tmp_path / "head", "plain", attention_bias=True)
+    assert "no tensor for weight 'q_bias'" in str(caught.value)
+    assert "If the model has none, say so: qkv_bias=false (--set)." in str(caught.value)
+    assert "If the model has none, say so: output_bias=false (--set)." in str(caught.value)
+    none = {"qkv_bias": False, "output_bias": False}
+    bound = bind("auto", model=tmp_path / "head", target_model=FOLDER / "target", switches=none)
+    check_variant("plain", bound, Interpreted(bound.circuit))
 
 
 # -- names and layers ----------------------------------------------------------------------------------------------

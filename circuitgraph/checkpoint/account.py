@@ -38,8 +38,6 @@ from .stored import (
 COMPARED_ROWS = 256
 """Of a copy of embedding or lm_head: one that was trained on its own differs in every row, and reading all takes seconds."""
 
-NARROW = "It is made for a target of another size than its own (target_hidden_size), which no program models."
-
 
 @dataclass(frozen=True)
 class TensorRef:
@@ -101,13 +99,14 @@ class Account:
         self.notes: dict[str, str] = {}
         self.types: dict[str, str] = {}
         self.beside: dict[str, list[ReportRow]] = {}
+        self.lent = family.lent(config)
         self.claimed: set[str] = set()
         self.layer = self._find_layer()
 
     def settle(self) -> tuple[dict[str, TensorRef], tuple[ReportRow, ...]]:
         """Raises CheckpointError with every fault."""
         for weight in self.circuit.weights:
-            ref = self._borrow(weight) if weight.name in self.family.file.borrowed else self._own(weight)
+            ref = self._borrow(weight) if weight.name in self.lent else self._own(weight)
             if ref is not None:
                 self.refs[weight.name] = ref
         rows = []
@@ -145,7 +144,12 @@ class Account:
 
     def _names(self, weight: str) -> list[str]:
         values = {**self.config.values, "layer": self.layer}
-        return [filled(name, values) for name in self.family.candidates(weight)]
+        own = self.family.file.borrowed[weight].own if self._owned(weight) else None
+        return [filled(name, values) for name in (own.names if own else self.family.candidates(weight))]
+
+    def _owned(self, weight: str) -> str | None:
+        """Why the drafter has its own tensor for a weight that other drafters of its family borrow."""
+        return self.family.owns(weight, self.config) if weight in self.family.file.borrowed else None
 
     def _candidates(self, weight: Weight) -> list[str]:
         names = self._names(weight.name)
@@ -165,6 +169,9 @@ class Account:
         names = self._candidates(weight)
         if not names:
             return None
+        owned = self._owned(weight.name)
+        if owned:
+            self.notes[weight.name] = f"the drafter's own: {owned}"
         if self.model.tensors is None:
             return self._made(weight, names[0], "random", "used")
         name = next((name for name in names if held_name(self.model.tensors, name)), None)
@@ -274,8 +281,6 @@ class Account:
     def _shape_hint(self, weight: Weight, got: tuple[int, ...]) -> str:
         if got == tuple(reversed(weight.type.shape)):
             return "Is it transposed? Weights are stored [out, in]."
-        if self.config.find("target_hidden_size") not in (None, self.config.values["hidden_size"]):
-            return NARROW
         return f"The shape follows from {self.config.raw.file} and the switches: is it the config of these tensors?"
 
     def _missing(self, weight: Weight, names: list[str], tensors: TensorFiles) -> None:
@@ -284,6 +289,9 @@ class Account:
         near = near if near.startswith("Did you mean") else None
         switch = self.ways_out.get(weight.name)
         without = f"If the model has none, say so: {switch} (--set)." if switch else None
+        owned = self._owned(weight.name)
+        if owned:
+            near, without = None, f"The target's does not stand in for it, since {owned}."
         self.faults.append(
             Fault(
                 f"no tensor for weight '{weight.name}'",

@@ -24,9 +24,9 @@ from ..ops.base import TORCH_DTYPES
 from ..places import shipped_programs
 from ..runtime import own_ids
 from ..runtime.rope import RopeSpec, rope_tables
-from .account import NARROW, Account, ReportRow, TensorRef
+from .account import Account, ReportRow, TensorRef
 from .config import TEXT, ModelConfig, RawConfig, check_quantisation, find_value, read_raw
-from .family import Family, default_family, load_family, recognise
+from .family import TARGET_WIDTH, Family, default_family, load_family, recognise
 from .files import TensorFiles
 from .made import Made, carried_tensors
 from .model import Model, open_checkpoint
@@ -248,6 +248,7 @@ def bind(
     chosen.check_beside(opened)
     config = chosen.read_config(chosen.own_config(opened), attention=_attends(loaded), told=switches or ())
     config = chosen.counted(config, opened.tensors)
+    opened = _with_lender(opened, chosen, config)
     _check_values(loaded, chosen, config)
     _check_target(opened, chosen, config)
     decided = _decide(loaded, chosen, config, switches, opened.tensors)
@@ -341,6 +342,14 @@ def _decide(
     ]
     if faults:
         raise ProgramError(faults)
+    together = [[name for name in names if decided.get(name) is True] for names in family.file.apart]
+    faults = [
+        Fault("do not go together: engines differ in what both mean", config.raw.file, " and ".join(names), "one of them", "all")
+        for names in together
+        if len(names) > 1
+    ]
+    if faults:
+        raise CheckpointError(faults)
     return {name: value for name, value in decided.items() if name in space or name in (given or {})}
 
 
@@ -458,10 +467,8 @@ def _resolved(program: Program, bindings: Bindings, config: ModelConfig, *, ship
 
 
 def _with_target(model: Model, family: Family, given: str | Path | None) -> Model:
-    """`model` with the target that is given, else with the one that its own config names, when that is a folder beside it.
-
-    The tensors of a target that lends none are not looked at, so they need not be there.
-    """
+    """`model` with the target that is given, else with the one that its own config names, when that is a folder beside it; of
+    either, the config."""
     if model.target is not None:
         return model
     if given is None:
@@ -470,26 +477,35 @@ def _with_target(model: Model, family: Family, given: str | Path | None) -> Mode
         if folder is None or not folder.is_dir():
             return model
         given = folder
-    return replace(model, target=open_checkpoint(given, config_only=not family.file.borrowed))
+    return replace(model, target=open_checkpoint(given, config_only=True))
+
+
+def _with_lender(model: Model, family: Family, config: ModelConfig) -> Model:
+    """`model` with the tensors of its target. Those of one that lends none are not looked at, so they need not be there."""
+    target = model.target
+    if target is None or target.tensors is not None or not target.path.is_dir() or not family.lent(config):
+        return model
+    return replace(model, target=open_checkpoint(target.path))
 
 
 def _check_target(model: Model, family: Family, config: ModelConfig) -> None:
     if model.target is None:
         return
-    if family.file.borrowed and model.tensors is not None and model.target.tensors is None:
-        expected = f"the target's folder, for {' and '.join(family.file.borrowed)}"
+    lent = family.lent(config)
+    if lent and model.tensors is not None and model.target.tensors is None:
+        expected = f"the target's folder, for {' and '.join(lent)}"
         hint = "Give it, or leave it out (--target-model) and hand these tensors over when the artifact is loaded."
         raise CheckpointError(Fault("a config has no weights to lend", str(model.target.path), None, expected, hint=hint))
     family.check_layers(config, model.target.config)
-    if family.file.borrowed:
+    if lent:
         check_quantisation(model.target.config)
     faults = []
-    for key in ("hidden_size", "vocab_size"):
+    width = TARGET_WIDTH if config.find(TARGET_WIDTH) is not None else "hidden_size"
+    for key, own in (("hidden_size", width), ("vocab_size", "vocab_size")):
         value = find_value(model.target.config, TEXT, key)
-        if value != config.values[key]:
-            expected = f"{config.values[key]} as in {config.raw.file}"
-            narrow = key == "hidden_size" and value is not None and value == config.find("target_hidden_size")
-            hint = NARROW if narrow else "This drafter belongs to another target."
+        if value != config.values[own]:
+            expected = f"{config.values[own]} as {'' if own == key else f'{own} '}in {config.raw.file}"
+            hint = "This drafter belongs to another target."
             where = model.target.config.file
             faults.append(
                 Fault("target and drafter differ", where=where, subject=key, expected=expected, got=repr(value), hint=hint)

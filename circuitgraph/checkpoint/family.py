@@ -26,17 +26,20 @@ FAMILIES = PROGRAMS / "families"
 
 ConfigValue = StrictBool | StrictInt | float | StrictStr
 
+TARGET_WIDTH = "target_hidden_size"
+"""The key that says how wide a drafter's target is."""
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class ConfigSwitch(_Strict):
-    """A switch that is decided by a config key; where the config lacks it, by whether the file has a `tensor`: `held` or
+    """A switch that is decided by a config key, the first of several that the config has; where it has none, by whether the file has a `tensor`: `held` or
     `absent`; `default` where there is neither key nor file. equal: two config values without whose equality the tensor may
     not be absent: then it is `default`, and the tensor is missed. Where they are equal, a bare config means `absent`, too."""
 
-    config: str | None = None
+    config: str | list[str] | None = None
     tensor: str | None = None
     held: SwitchValue | None = None
     absent: SwitchValue | None = None
@@ -80,11 +83,22 @@ class LayerDecl(_Strict):
     otherwise: StrictInt | StrictStr = 0
 
 
+class OwnDecl(_Strict):
+    """A drafter has a tensor of its own for what others borrow where two config values are `unequal`, or where a config key,
+    the `flag`, is true. names: of that tensor."""
+
+    names: list[str] = Field(min_length=1)
+    unequal: tuple[str, str]
+    flag: str
+
+
 class BorrowedDecl(_Strict):
-    """A weight of the target model. `tied_to` stands in for it where the config ties the two."""
+    """A weight of the target model. `tied_to` stands in for it where the config ties the two; `own` says which drafters have
+    their own."""
 
     names: list[str] = Field(min_length=1)
     tied_to: str | None = None
+    own: OwnDecl | None = None
 
 
 class WaivedDecl(_Strict):
@@ -122,6 +136,7 @@ class FamilyFile(_Strict):
     windows: WindowsDecl | None = None
     ambiguous: dict[str, AmbiguousDecl] = Field(default_factory=dict)
     switches: dict[str, SwitchValue | ConfigSwitch] = Field(default_factory=dict)
+    apart: list[list[str]] = Field(default_factory=list)
     layer: LayerDecl | None = None
     prefixes: list[str] = Field(min_length=1)
     tensors: dict[str, str | list[str]]
@@ -156,7 +171,7 @@ class Family:
         defaults = {key: said for key, said in self.file.values.items() if isinstance(said, int | float)}
         config = read_config(raw, self.file.sections, defaults=defaults, required=self.file.required, attention=attention)
         check_quantisation(raw)
-        faults = [*self._unsupported(config, told), *self._told_apart(config)]
+        faults = [*self._unsupported(config, told), *self._told_apart(config), *self._another_width(config), *self._flags(config)]
         windows, wrong = self._windows(config) if attention and not faults else ({}, [])
         if faults or wrong:
             raise CheckpointError([*faults, *wrong])
@@ -190,6 +205,37 @@ class Family:
                 expected, hint = f"{value!r} as in {key}", "Remove the one that is out of date."
                 faults.append(Fault("the config gives two values", config.raw.file, place, expected, repr(other), hint))
         return faults
+
+    def _another_width(self, config: ModelConfig) -> list[Fault]:
+        """A fault where the config says that a target is not as wide as its drafter, and the program has one width alone."""
+        size, other = config.values["hidden_size"], config.find(TARGET_WIDTH)
+        if self.file.stored == "in_target" or TARGET_WIDTH in self.file.values or other in (None, size):
+            return []
+        lent = " and ".join(self.file.borrowed)
+        hint = f"They take {lent} from it, so both have one width." if lent else None
+        message = f"drafters of family '{self.name}' are as wide as their target"
+        return [Fault(message, config.raw.file, TARGET_WIDTH, f"{size} as hidden_size", repr(other), hint)]
+
+    def _flags(self, config: ModelConfig) -> list[Fault]:
+        """A fault for each flag that says of a weight whose it is, and is neither true nor false."""
+        flags = [decl.own.flag for decl in self.file.borrowed.values() if decl.own]
+        found = {flag: config.find(flag) for flag in flags}
+        wrong = {key: value for key, value in found.items() if not isinstance(value, bool | None)}
+        return [_wrong_kind(config, key, "true or false", value) for key, value in wrong.items()]
+
+    def owns(self, weight: str, config: ModelConfig) -> str | None:
+        """Why a drafter has a tensor of its own for a weight that others borrow; None where it borrows it, too."""
+        own = self.file.borrowed[weight].own
+        if own is None:
+            return None
+        if config.find(own.flag):
+            return f"{own.flag} is true"
+        first, other = (config.values.get(key) for key in own.unequal)
+        return None if first == other else f"{own.unequal[0]} is {first}, {own.unequal[1]} {other}"
+
+    def lent(self, config: ModelConfig) -> list[str]:
+        """The weights that are the target's."""
+        return [weight for weight in self.file.borrowed if self.owns(weight, config) is None]
 
     def _values(self, config: ModelConfig) -> dict[str, Any]:
         """What the program calls otherwise than the config, and what stands for a key that the config lacks."""
@@ -278,14 +324,16 @@ class Family:
             if not isinstance(decl, ConfigSwitch):
                 decided[name] = decl
                 continue
-            value = config.find(decl.config) if decl.config else None
+            keys = _listed(decl.config) if decl.config else ()
+            subject = next((key for key in keys if config.find(key) is not None), keys[0] if keys else None)
+            value = config.find(subject) if subject else None
             if value is None and decl.tensor:
                 value = self._told_by_tensor(decl, config, tensors)
             decided[name] = decl.default if value is None else value
             if type(decided[name]) is not type(decl.default):
                 expected = "true or false" if isinstance(decl.default, bool) else "a text"
                 message = f"the value decides switch '{name}' and is of the wrong kind"
-                faults.append(Fault(message, where=config.raw.file, subject=decl.config, expected=expected, got=repr(value)))
+                faults.append(Fault(message, where=config.raw.file, subject=subject, expected=expected, got=repr(value)))
         if faults:
             raise CheckpointError(faults)
         return decided
@@ -402,6 +450,9 @@ def _contradictions(family: Family) -> list[Fault]:
     for name in (name for name in file.unrounded if not family.candidates(name)):
         where, hint = places["unrounded",], did_you_mean(name, file.tensors)
         faults.append(Fault(f"'{name}' is not rounded", where, None, "one of 'tensors'", "none of that name", hint))
+    for name in (name for names in file.apart for name in names if name not in file.switches):
+        where, hint = places["apart",], did_you_mean(name, file.switches)
+        faults.append(Fault(f"'{name}' goes without others", where, None, "one of 'switches'", "none of that name", hint))
     for name, decl in file.switches.items():
         if isinstance(decl, ConfigSwitch) and decl.equal is not None and None in (decl.tensor, decl.held, decl.absent):
             where, expected = places["switches", name], "'tensor', 'held' and 'absent' beside 'equal'"

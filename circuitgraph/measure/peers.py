@@ -232,20 +232,31 @@ class TorchEagle3Head(_TorchHead):
             "lm_head",
         )
         self.w.update({name: weights[name].to(torch.bfloat16) for name in names})
+        norms = ("low_norm", "middle_norm", "high_norm")
+        self.w.update({name: half(weights, name) for name in ("o_bias", "aux_norm", *norms)})
+        self.norms = [name for name in norms if name in weights]
         self.w["qkv"] = torch.cat([weights[f"{name}_proj"].to(torch.bfloat16) for name in ("q", "k", "v")])
+        biases = [half(weights, f"{name}_bias") for name in "qkv"]
+        self.w["qkv_bias"] = torch.cat(biases) if biases[0] is not None else None  # type: ignore[arg-type]
         self.w["gate_up"] = torch.cat([weights[f"ffn.{name}_proj"].to(torch.bfloat16) for name in ("gate", "up")])
         self.offsets = weights.get("d2t")
 
     def forward(self, token: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, ...]:
         facts, w, n = self.facts, self.w, self.rows
         if self.first:
+            if facts["norm_before_fc"]:
+                hidden = self._norm(hidden, "aux_norm")
+            if self.norms:
+                parts = hidden.chunk(len(self.norms), dim=-1)
+                hidden = torch.cat([self._norm(part, name) for part, name in zip(parts, self.norms, strict=True)], dim=-1)
             hidden = F.linear(hidden, w["fc"])  # type: ignore[arg-type]
         e = self._norm(F.embedding(token, w["embed_tokens"]), "input_norm")  # type: ignore[arg-type]
         h = self._norm(hidden, "hidden_norm")
-        qkv = F.linear(torch.cat([e, h], dim=-1), w["qkv"])  # type: ignore[arg-type]
+        qkv = F.linear(torch.cat([e, h], dim=-1), w["qkv"], w["qkv_bias"])  # type: ignore[arg-type]
         q, k, v = qkv.view(n, -1, self.dim).split([qkv.shape[-1] // self.dim - 2 * self.kv_heads, *[self.kv_heads] * 2], dim=1)
         a = self._attend(q, k, v, position if facts["rope_position"] == "token" else position - 1)
-        x = (h if facts["norm_before_residual"] else hidden) + F.linear(a.reshape(n, -1), w["o_proj"])  # type: ignore[arg-type]
+        a = F.linear(a.reshape(n, -1), w["o_proj"], w["o_bias"])  # type: ignore[arg-type]
+        x = (h if facts["norm_before_residual"] else hidden) + a
         gate, up = F.linear(self._norm(x, "post_norm"), w["gate_up"]).chunk(2, dim=-1)  # type: ignore[arg-type]
         x = x + F.linear(F.silu(gate) * up, w["ffn.down_proj"])  # type: ignore[arg-type]
         y = self._norm(x, "norm_weight")

@@ -37,15 +37,17 @@ def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def edited(name: str, edit: Callable[[Tensors], object] = lambda tensors: None, config: dict | None = None) -> str:
+def edited(
+    name: str, edit: Callable[[Tensors], object] = lambda tensors: None, config: dict | None = None, folder: str = "m"
+) -> str:
     """A copy of a fixture, called `m`, with other tensors and config keys."""
-    shutil.copytree(FIXTURES / name, "m")
-    tensors = load_file("m/model.safetensors")
+    shutil.copytree(FIXTURES / name, folder)
+    tensors = load_file(f"{folder}/model.safetensors")
     edit(tensors)
-    save_file(tensors, "m/model.safetensors")
-    data = json.loads(Path("m/config.json").read_text())
-    Path("m/config.json").write_text(json.dumps({**data, **(config or {})}))
-    return "m"
+    save_file(tensors, f"{folder}/model.safetensors")
+    data = json.loads(Path(f"{folder}/config.json").read_text())
+    Path(f"{folder}/config.json").write_text(json.dumps({**data, **(config or {})}))
+    return folder
 
 
 def refusal(call: Callable[[], object], kind: type[CircuitgraphError] = CheckpointError) -> str:
@@ -450,17 +452,82 @@ def test_another_target() -> None:
     )
 
 
-def test_a_head_that_is_narrower_than_its_target() -> None:
-    def wide(tensors: Tensors) -> None:
-        tensors["fc.weight"] = torch.zeros(64, 3 * 128, dtype=tensors["fc.weight"].dtype)
+def test_a_head_of_another_width_than_its_target_has_its_own_embedding() -> None:
+    model = edited("eagle3_llama_narrow")
+    bound = bind("auto", model=model)
+    embed = bound.tensors["embed_tokens"]
+    assert (embed.name, embed.source, embed.status) == ("embed_tokens.weight", "drafter", "used")
+    row = next(row for row in bound.report if row.weight == "embed_tokens")
+    assert row.reason == "the drafter's own: target_hidden_size is 64, hidden_size 48"
+    assert (bound.tensors["fc"].shape, embed.shape) == ((48, 3 * 64), (512, 48))
+    assert {ref.source for ref in bound.tensors.values()} == {"drafter"}  # so that a target's config is enough of it
+    assert bind("auto", model=model, target_model="m/target/config.json").tensors == bound.tensors
+    without = edited("eagle3_llama_narrow", lambda tensors: tensors.pop("embed_tokens.weight"), folder="without")
+    assert refusal(lambda: bind("auto", model=without)) == (
+        "without: no tensor for weight 'embed_tokens'; expected 'embed_tokens.weight'. "
+        "The target's does not stand in for it, since target_hidden_size is 64, hidden_size 48."
+    )
 
-    model = edited("eagle3_llama", wide, {"target_hidden_size": 128})
-    target = Path("m/target").rename("target")
-    why = "It is made for a target of another size than its own (target_hidden_size), which no program models."
-    assert why in refusal(lambda: bind("auto", model=model))
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**config, "hidden_size": 128}))
-    assert why in refusal(lambda: bind("auto", model=model, target_model=target))
+
+@pytest.mark.parametrize("size", [None, 64])
+def test_a_head_as_wide_as_its_target_borrows_the_embedding(size: int | None) -> None:
+    plain = bind("auto", model=FIXTURES / "eagle3_llama")
+    bound = bind("auto", model=edited("eagle3_llama", config={"target_hidden_size": size}))
+    assert bound.circuit == plain.circuit
+    assert bound.tensors["embed_tokens"] == plain.tensors["embed_tokens"]
+    assert bound.tensors["embed_tokens"].source == "host"
+
+
+def test_a_head_that_trained_its_embedding_uses_it() -> None:
+    def trained(tensors: Tensors) -> None:
+        tensors["embed_tokens.weight"] = torch.full((512, 64), 0.5, dtype=tensors["fc.weight"].dtype)
+
+    model = edited("eagle3_llama", trained, {"embed_requires_grad": True})
+    for target in (None, "m/target"):
+        bound = bind("auto", model=model, target_model=target)
+        row = next(row for row in bound.report if row.weight == "embed_tokens")
+        assert (row.tensor, row.source, row.reason) == (
+            "embed_tokens.weight",
+            "drafter",
+            "the drafter's own: embed_requires_grad is true",
+        )
+        assert bound.load_weights(positions=4)["embed_tokens"].eq(0.5).all()
+    for wrong in ("yes", 1):
+        config = json.loads(Path("m/config.json").read_text())
+        Path("m/config.json").write_text(json.dumps({**config, "embed_requires_grad": wrong}))
+        assert refusal(lambda: bind("auto", model=model)) == (
+            f"m/config.json: embed_requires_grad: the value is of the wrong kind; expected true or false; got {wrong!r}"
+        )
+
+
+def test_a_target_of_another_width_than_the_head_says() -> None:
+    model = edited("eagle3_llama_narrow", config={"target_hidden_size": 128})
+    assert refusal(lambda: bind("auto", model=model, target_model="m/target")) == (
+        "m/target/config.json: hidden_size: target and drafter differ; "
+        "expected 128 as target_hidden_size in m/config.json; got 64. This drafter belongs to another target."
+    )
+    for wrong in (0, "64", 64.0):
+        config = json.loads(Path("m/config.json").read_text())
+        Path("m/config.json").write_text(json.dumps({**config, "target_hidden_size": wrong}))
+        assert refusal(lambda: bind("auto", model=model)) == (
+            f"m/config.json: target_hidden_size: the value is of the wrong kind; expected a positive integer; got {wrong!r}. "
+            "Program 'eagle3' needs it for G."
+        )
+
+
+@pytest.mark.parametrize(("name", "lent"), [("dflash_qwen3", True), ("eagle1_llama", True), ("medusa1", False)])
+def test_drafters_that_are_as_wide_as_their_target(name: str, lent: bool) -> None:
+    size = json.loads((FIXTURES / name / "config.json").read_text()).get("hidden_size", 64)
+    expected = (
+        f"m/config.json: target_hidden_size: drafters of family '{name}' are as wide as their target; "
+        f"expected {size} as hidden_size; got 96"
+    )
+    if lent:
+        expected += ". They take embed_tokens and lm_head from it, so both have one width."
+    model = edited(name, config={"target_hidden_size": 96})
+    assert refusal(lambda: bind("auto", model=model, target_model="m/target")) == expected
+    edited(name, config={"target_hidden_size": size}, folder="same")
+    bind("auto", model="same", target_model="same/target")
 
 
 def test_a_target_without_the_tensors() -> None:
@@ -912,6 +979,69 @@ def test_a_setting_of_two_meanings_is_taken_once_its_switch_is_given(recycle: st
     assert "norm_output: the setting means several things" in refusal(
         lambda: bind("auto", model=model, switches={"recycle": recycle})
     )
+
+
+def norms_before_fc(*names: str) -> Callable[[Tensors], None]:
+    sizes = {"input_norm": 192}
+    return lambda tensors: tensors.update({f"{name}.weight": torch.rand(sizes.get(name, 64)).half() for name in names})
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "weights"),
+    [
+        ({"norm_before_fc": True}, ["input_norm"], ["aux_norm"]),
+        ({"eagle_config": {"norm_before_fc": True}}, ["input_norm"], ["aux_norm"]),
+        ({"norm_before_fc": True, "eagle_config": {"norm_before_fc": True}}, ["input_norm"], ["aux_norm"]),
+        ({"fc_norm": True}, ["fc_norm.0", "fc_norm.1", "fc_norm.2"], ["low_norm", "middle_norm", "high_norm"]),
+        ({"use_aux_norm": True}, ["aux_norm_low", "aux_norm_mid", "aux_norm_high"], ["low_norm", "middle_norm", "high_norm"]),
+        ({"fc_norm": False, "norm_before_fc": False, "use_aux_norm": None}, [], []),
+    ],
+)
+def test_norms_before_fc_by_all_their_names(config: dict, names: list[str], weights: list[str]) -> None:
+    bound = bind("auto", model=edited("eagle3_llama", norms_before_fc(*names), config))
+    plain = bind("auto", model=FIXTURES / "eagle3_llama").tensors
+    assert {name: bound.tensors[name].name for name in bound.tensors if name not in plain} == {
+        weight: f"{name}.weight" for weight, name in zip(weights, names, strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"norm_before_fc": False, "eagle_config": {"norm_before_fc": True}},
+            "eagle_config.norm_before_fc: the config gives two values; expected False as in norm_before_fc; got True",
+        ),
+        (
+            {"fc_norm": True, "use_aux_norm": False},
+            "use_aux_norm: the config gives two values; expected True as in fc_norm; got False",
+        ),
+        (
+            {"fc_norm": True, "eagle_config": {"norm_before_fc": True}},
+            "norm_before_fc and fc_norm: do not go together: engines differ in what both mean; expected one of them",
+        ),
+        (
+            {"eagle_config": {"norm_before_fc": "yes"}},
+            "eagle_config.norm_before_fc: the value decides switch 'norm_before_fc' and is of the wrong kind; "
+            "expected true or false; got 'yes'",
+        ),
+        ({"attention_bias": 1}, "attention_bias: the value decides switch 'qkv_bias' and is of the wrong kind"),
+    ],
+)
+def test_norms_before_fc_that_are_not_told_alike(config: dict, message: str) -> None:
+    every = norms_before_fc("input_norm", "fc_norm.0", "fc_norm.1", "fc_norm.2")
+    assert message in refusal(lambda: bind("auto", model=edited("eagle3_llama", every, config)))
+
+
+def test_a_norm_before_fc_that_the_config_or_the_file_lacks() -> None:
+    model = edited("eagle3_llama", norms_before_fc("input_norm"))
+    assert "input_norm.weight: no weight of the program uses this tensor. It is 'aux_norm', which these switches leave out" in (
+        refusal(lambda: bind("auto", model=model))
+    )
+    other = edited("eagle3_llama", config={"fc_norm": True}, folder="other")
+    message = refusal(lambda: bind("auto", model=other))
+    assert "no tensor for weight 'low_norm'; expected 'fc_norm.0.weight' or 'aux_norm_low.weight'" in message
+    assert "If the model has none, say so: fc_norm=false (--set)." in message
 
 
 def test_what_lies_beside_a_drafter_that_is_stored_alone_is_looked_at() -> None:

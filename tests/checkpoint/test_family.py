@@ -103,6 +103,11 @@ def test_refusals(old: str, new: str, message: str) -> None:
             "fc_bias: {equal: [a, b], default: false}",
             "expected 'tensor', 'held' and 'absent' beside 'equal'; got no tensor, held, absent",
         ),
+        (
+            "switches:\n",
+            "apart: [[qkv_bias, norms]]\nswitches:\n",
+            "'norms' goes without others; expected one of 'switches'; got none of that name. Did you mean 'norm'?",
+        ),
     ],
 )
 def test_what_a_family_file_names_is_there(old: str, new: str, message: str) -> None:

@@ -16,6 +16,7 @@ from circuitgraph.checkpoint import bind
 from circuitgraph.checkpoint.packed import dequantised
 from circuitgraph.checkpoint.random_weights import random_packed, random_weight, seeded
 from circuitgraph.circuit.ir import Storage
+from circuitgraph.circuit.narrow import slice_entry
 from circuitgraph.errors import ArtifactError, CircuitgraphError, Fault
 from circuitgraph.measure import attend, chains, cuda, entries, floors, peers_gpu, shapes
 from circuitgraph.measure import ceiling as ceilings
@@ -221,6 +222,30 @@ def test_torch_heads_compute_the_same(family, program, storage, tmp_path):
         )
         theirs = dict(zip(("draft", "logprob", "next_hidden"), made, strict=True))
         assert check_draft(family, "bf16", theirs, meant, sure)["error"] < 0.02
+
+
+@pytest.mark.parametrize("entry", ["first", "draft"])
+@pytest.mark.parametrize(
+    "config", [{}, {"attention_bias": True}, {"norm_before_fc": True}, {"fc_norm": True, "target_hidden_size": 96}]
+)
+def test_torch_heads_of_eagle3_compute_the_same(config, entry, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads((FIXTURES / "eagle3_llama" / "config.json").read_text()) | config))
+    whole = bind("eagle3", model=file, **dict.fromkeys(("act", "wt", "kv"), "bf16")).circuit
+    circuit = slice_entry(whole, entry)
+    generator = torch.Generator().manual_seed(0)
+    weights = {item.name: random_weight(whole, item, generator) for item in whole.weights}
+    for table in circuit.tables:
+        cos, sin = table.tensors()
+        angles = torch.rand(64, *cos.type.shape[1:], generator=generator)
+        weights |= {cos.name: angles.cos(), sin.name: angles.sin()}
+    case = chains.device_case(circuit, 6, 20, CPU, 64)
+    meant = reference(circuit, entry, case, weights, case.copy_caches())
+    made = entries.peer_of(whole, weights, case, entry, 20)
+    assert made is not None
+    head, given = made
+    theirs = dict(zip(("draft", "logprob", "next_hidden"), head(*given), strict=True))
+    assert check_draft("eagle3", "bf16", theirs, meant, None)["error"] < 0.02
 
 
 def test_a_peer_that_is_wrong_or_fails_is_left_out(monkeypatch):

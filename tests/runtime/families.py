@@ -11,7 +11,8 @@ from circuitgraph.checkpoint import bind
 from circuitgraph.runtime import DraftRunner, ReferenceRunner, load
 from tests.fixture_cases import FIXTURES, target_of
 
-CHAINS = ("eagle1_llama", "eagle3_llama")
+EAGLE3_HEADS = ("eagle3_llama", "eagle3_llama_narrow")
+CHAINS = ("eagle1_llama", *EAGLE3_HEADS)
 NAMES = (*CHAINS, "medusa1", "dflash_qwen3")
 POSITIONS = 64
 
@@ -23,7 +24,7 @@ def reference(name: str, positions: int = POSITIONS) -> ReferenceRunner:
 
 
 ENTRIES = {
-    "eagle3_llama": ("first", "draft", "first_masked", "draft_masked", "context"),
+    **dict.fromkeys(EAGLE3_HEADS, ("first", "draft", "first_masked", "draft_masked", "context")),
     "medusa1": ("draft", "logits"),
     "dflash_qwen3": ("draft", "logits", "context"),
 }

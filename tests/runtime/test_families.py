@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from circuitgraph.checkpoint import bind
+from circuitgraph.checkpoint import bind, default_config, load_circuit
 from circuitgraph.circuit.ir import Node
 from circuitgraph.errors import RuntimeUseError
 from circuitgraph.ops import PagedKV
@@ -16,7 +16,7 @@ from circuitgraph.runtime.kinds import Block, Heads
 from tests.fixture_cases import FIXTURES, fixture_tensors, target_of
 from tests.runtime.audited import Audited
 from tests.runtime.dense import dense_of
-from tests.runtime.families import CASES, NAMES, RUNNERS, artifact, reference
+from tests.runtime.families import CASES, EAGLE3_HEADS, NAMES, RUNNERS, artifact, reference
 from tests.runtime.goldens import Text, golden, prefilled, propose
 from tests.runtime.grammars import CountingMatcher, bits_of, words_of
 
@@ -152,7 +152,7 @@ def test_a_mask_allows_only_the_targets_ids_that_it_names(name: str, kind: str) 
     only = words_of(set(impossible), 512)
     nothing = prefilled(proposer, text)
     assert proposer.propose(text.tokens[-1], text.hiddens[-1], newest, 3, nothing, grammar=only) == [] or not impossible
-    assert bool(impossible) == (name == "eagle3_llama")
+    assert bool(impossible) == (name in EAGLE3_HEADS)
 
 
 @families
@@ -191,7 +191,7 @@ def test_a_stop_id_and_a_low_confidence_end_the_drafts(name: str, kind: str) -> 
 @cases
 def test_the_last_draft_may_stay_on_the_device(name: str, kind: str) -> None:
     proposer, text = proposer_for(name, kind), golden(name).one
-    newest, size = len(text.tokens) - 1, 64 if name != "eagle1_llama" else 128
+    newest, size = len(text.tokens) - 1, {"eagle1_llama": 128, "eagle3_llama_narrow": 48}.get(name, 64)
     state, row = prefilled(proposer, text), torch.zeros(size)
     call = lambda: proposer.propose(text.tokens[-1], text.hiddens[-1], newest, 3, state, draft_embed_target=row)  # noqa: E731
     if name == "medusa1":
@@ -383,7 +383,7 @@ def test_what_the_forward_is(name: str) -> None:
     assert binding is not None, reasons
     assert binding.kind == {"medusa1": "heads", "dflash_qwen3": "block"}.get(name, "chain")
     assert binding.drafts == {"medusa1": 4, "dflash_qwen3": 7}.get(name)
-    assert binding.hidden_layers == (3 if name in ("eagle3_llama", "dflash_qwen3") else 1)
+    assert binding.hidden_layers == (3 if name in (*EAGLE3_HEADS, "dflash_qwen3") else 1)
     assert proposer.circuit_draft({**config, "hidden_size": 192}) is None
     text = golden(name).one
     state = prefilled(proposer, text)
@@ -443,6 +443,39 @@ def test_which_layers_are_captured(source: str, named: str, layers: int, want: t
     assert runner.hidden_layer_ids(layers) == want
     with pytest.raises(RuntimeUseError, match="does not fit the target"):
         runner.hidden_layer_ids(2)
+
+
+def test_a_head_as_wide_as_three_of_its_targets_hiddens() -> None:
+    """Which entry a row takes is no matter of its width: the first step projects, later ones do not."""
+    sizes = {"hidden_size": 192, "target_hidden_size": 64, "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 16}
+    few = {"intermediate_size": 96, "vocab_size": 96, "draft_vocab_size": 96}
+    config = {**default_config("eagle3_llama"), **sizes, **few}
+    circuit = load_circuit("eagle3", config=config, act="f32", wt="f32", kv="f32")
+    generator = torch.Generator().manual_seed(5)
+    weights = {
+        weight.name: torch.randn(tuple(map(int, weight.type.shape)), generator=generator) / int(weight.type.shape[-1]) ** 0.5
+        for weight in circuit.weights
+    }
+    tables = {f"rope.{name}": torch.randn(64, 8, generator=generator) for name in ("cos", "sin")}
+    runner = ReferenceRunner(circuit, weights | tables)
+    assert (runner.hidden_size, runner.recycled_size, runner.embed_size, runner.hidden_layers) == (192, 192, 192, 3)
+    proposer = Audited(runner, BlockPool(circuit, blocks=32, block_size=4))
+    tokens, hiddens = list(range(7, 13)), torch.randn(5, 192, generator=generator)
+    state = proposer.alloc_state()
+    proposer.prefill_drafter(tokens[:5], hiddens[:4], state, first_pos=0)
+    drafts = proposer.propose(tokens[-1], hiddens[-1], 5, 4, state)
+    oracle = dense_of(runner, "exact")
+    oracle.append(1, tokens[1:5], hiddens[:4])
+    oracle.follow(tokens[-1], hiddens[-1], 5, drafts)
+    proposer.free_state(state)
+
+
+def test_a_head_that_owns_its_embedding_loads_without_a_target() -> None:
+    name = "eagle3_llama_narrow"
+    runner = load(artifact(name), model=FIXTURES / name, max_position=64, threads=1)
+    text = golden(name).one
+    proposer = Audited(runner, BlockPool(runner.circuit, blocks=32, block_size=4))
+    assert propose(proposer, [text], [prefilled(proposer, text)], 4)[0] == [text.drafts]
 
 
 def runner_with(name: str, **facts) -> ReferenceRunner:
