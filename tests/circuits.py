@@ -17,6 +17,7 @@ SMALL = {
     "intermediate_size": 80,
     "vocab_size": 131,
     "draft_vocab_size": 40,
+    "target_hidden_size": 40,
     "num_hidden_layers": 2,
     "shared_expert_intermediate_size": 24,
     "aux_layers": 3,

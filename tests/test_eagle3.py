@@ -156,9 +156,18 @@ VARIANTS: dict[str, tuple[dict, tuple[str, ...]]] = {
     "bias_deep": ({"attention_bias": True, "num_hidden_layers": 2}, (*BIASES, "layers.1.")),
     "norm_before_fc": ({"norm_before_fc": True}, ("input_norm.",)),
     "fc_norm": ({"fc_norm": True}, ("fc_norm.",)),
+    "norm_output": ({"norm_output": True, "fc_norm": True, "norm_before_residual": True}, ("fc_norm.",)),
     "own_embedding": ({"embed_requires_grad": True}, ("embed_tokens.",)),
 }
 """Config keys, and what the names of the tensors begin with."""
+
+
+SPECULATORS = "speculators"
+OF_SPECULATORS = (
+    *("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+    *("embed_requires_grad", "target_hidden_size"),
+)
+"""What stands at the top of their configs; the layer's own settings lie in a section."""
 
 
 def tensors_of(variant: str) -> dict[str, torch.Tensor]:
@@ -167,20 +176,25 @@ def tensors_of(variant: str) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in pieces.items() if name.startswith(VARIANTS[variant][1])}
 
 
-def write_variant(folder, variant: str, style: str = "layers.0.", **config) -> None:
-    """A head's folder. style: what the tensors of the first layer begin with."""
+def write_variant(folder, variant: str, style: str, **config) -> None:
+    """A head's folder. style: what the tensors of the first layer begin with; `speculators`: theirs, in a config of theirs."""
+    own, style = style == SPECULATORS, "layers.0." if style == SPECULATORS else style
     shutil.copytree(FOLDER, folder)
     tensors = load_file(folder / "model.safetensors") | tensors_of(variant)
     first = ("midlayer.", "layers.0.")
     renamed = {next((style + n.removeprefix(p) for p in first if n.startswith(p)), n): t for n, t in tensors.items()}
     save_file(renamed, folder / "model.safetensors")
-    original = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**original, **VARIANTS[variant][0], **config}))
+    settings = {**json.loads((folder / "config.json").read_text()), **VARIANTS[variant][0], **config}
+    if own:
+        top = {key: settings.pop(key) for key in list(settings) if key in OF_SPECULATORS}
+        settings = {"speculators_model_type": "eagle3", **top, "transformer_layer_config": settings}
+    (folder / "config.json").write_text(json.dumps(settings))
 
 
-def bound_variant(folder, variant: str, style: str = "layers.0.", switches: dict | None = None, **config):
+def bound_variant(folder, variant: str, style: str = SPECULATORS, **config):
     write_variant(folder, variant, style, **config)
-    return bind("auto", model=folder, target_model=folder / "target", switches=switches)
+    told = {"recycle": "post_norm"} if variant == "norm_output" and style != SPECULATORS else None
+    return bind("auto", model=folder, target_model=folder / "target", switches=told)
 
 
 def check_variant(variant: str, bound, forward, *, logits: bool = False) -> None:
@@ -193,7 +207,7 @@ def check_variant(variant: str, bound, forward, *, logits: bool = False) -> None
         close(torch.cat([step["logits"] for step in made]), want[f"{variant}.logits"])
 
 
-@pytest.mark.parametrize("style", ["layers.0.", "midlayer."])
+@pytest.mark.parametrize("style", ["layers.0.", "midlayer.", SPECULATORS])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants(variant: str, style: str, tmp_path) -> None:
     bound = bound_variant(tmp_path / "head", variant, style)

@@ -35,11 +35,13 @@ class _Strict(BaseModel):
 
 
 class ConfigSwitch(_Strict):
-    """A switch that is decided by a config key, the first of several that the config has; where it has none, by whether the file has a `tensor`: `held` or
-    `absent`; `default` where there is neither key nor file. equal: two config values without whose equality the tensor may
-    not be absent: then it is `default`, and the tensor is missed. Where they are equal, a bare config means `absent`, too."""
+    """A switch that is decided by a config key, the first of several that the config has; `values`: what it is by what stands
+    there, where it is not that itself. Where the config has none, by whether the file has a `tensor`: `held` or `absent`;
+    `default` where there is neither key nor file. equal: two config values without whose equality the tensor may not be absent:
+    then it is `default`, and the tensor is missed. Where they are equal, a bare config means `absent`, too."""
 
     config: str | list[str] | None = None
+    values: dict[StrictBool | StrictStr, SwitchValue] = Field(default_factory=dict)
     tensor: str | None = None
     held: SwitchValue | None = None
     absent: SwitchValue | None = None
@@ -110,10 +112,12 @@ class WaivedDecl(_Strict):
 
 
 class AmbiguousDecl(_Strict):
-    """A setting that means several things in published configs. Which one, somebody says by giving `switch`."""
+    """A setting that means several things in published configs. Which one, somebody says by giving `switch`, or the config does
+    by having the key `unless`."""
 
     switch: str
     meanings: str
+    unless: str | None = None
 
 
 class FamilyFile(_Strict):
@@ -184,7 +188,8 @@ class Family:
             value, unclear = config.find(key), self.file.ambiguous.get(key)
             values = value if isinstance(value, list) else [value]
             fine = not accepted or (accepted != "absent" and all(item in accepted for item in values))
-            decided = unclear and unclear.switch in told and type(value) in map(type, accepted)
+            clear = unclear and (unclear.switch in told or (unclear.unless and config.raw.get(unclear.unless) is not None))
+            decided = clear and type(value) in map(type, accepted)
             if value is None or fine or decided:
                 continue
             expected = "no such key" if accepted == "absent" else " or ".join(repr(item) for item in accepted)
@@ -329,9 +334,11 @@ class Family:
             value = config.find(subject) if subject else None
             if value is None and decl.tensor:
                 value = self._told_by_tensor(decl, config, tensors)
-            decided[name] = decl.default if value is None else value
+            meant = decl.values.get(value) if decl.values and isinstance(value, bool | str) else value
+            decided[name] = decl.default if value is None else meant  # type: ignore[assignment]
             if type(decided[name]) is not type(decl.default):
-                expected = "true or false" if isinstance(decl.default, bool) else "a text"
+                flag = isinstance(next(iter(decl.values), decl.default), bool)
+                expected = "true or false" if flag else "a text"
                 message = f"the value decides switch '{name}' and is of the wrong kind"
                 faults.append(Fault(message, where=config.raw.file, subject=subject, expected=expected, got=repr(value)))
         if faults:

@@ -981,6 +981,20 @@ def test_a_setting_of_two_meanings_is_taken_once_its_switch_is_given(recycle: st
     )
 
 
+@pytest.mark.parametrize(("value", "recycle"), [(True, "post_norm"), (False, "pre_norm"), (None, "pre_norm")])
+def test_a_setting_of_two_meanings_has_one_in_configs_of_speculators(value: bool | None, recycle: str) -> None:
+    model = edited("eagle3_llama")
+    sizes = json.loads(Path("m/config.json").read_text())
+    top = {"speculators_model_type": "eagle3", "draft_vocab_size": sizes.pop("draft_vocab_size"), "norm_output": value}
+    Path("m/config.json").write_text(json.dumps({**top, "transformer_layer_config": sizes}))
+    assert dict(bind("auto", model=model).circuit.facts)["recycle"] == recycle
+    other = "pre_norm" if recycle == "post_norm" else "post_norm"
+    assert dict(bind("auto", model=model, switches={"recycle": other}).circuit.facts)["recycle"] == other
+    for wrong in ("yes", [True]):
+        Path("m/config.json").write_text(json.dumps({**top, "norm_output": wrong, "transformer_layer_config": sizes}))
+        assert "m/config.json: norm_output: the setting" in refusal(lambda: bind("auto", model=model))
+
+
 def norms_before_fc(*names: str) -> Callable[[Tensors], None]:
     sizes = {"input_norm": 192}
     return lambda tensors: tensors.update({f"{name}.weight": torch.rand(sizes.get(name, 64)).half() for name in names})

@@ -505,7 +505,7 @@ REFUSED: dict[str, tuple[Damage, list[str]]] = {
         [
             "m/config.json: norm_output: the setting means several things",
             "by the switch 'recycle' (--set) which one",
-            "post_norm in vLLM",
+            "post_norm after it, in vLLM",
         ],
     ),
     "a setting of two meanings that is no setting": (
@@ -518,7 +518,7 @@ REFUSED: dict[str, tuple[Damage, list[str]]] = {
             of("eagle3_llama", config(**{key: value})),
             [f"m/config.json: {key}: family 'eagle3_llama' does not model this setting; expected {not value}; got {value}"],
         )
-        for key, value in dict.fromkeys(("use_aux_norm", "parallel_drafting", "fc_norm", "embed_requires_grad"), True).items()
+        for key, value in {"parallel_drafting": True}.items()
     },
     **{
         f"EAGLE-3 with {key} {str(value).lower()}": (
@@ -621,13 +621,31 @@ REFUSED: dict[str, tuple[Damage, list[str]]] = {
             of("eagle3_llama", add(name, torch.ones(64))),
             [f"m: {name}: no weight of the program uses this tensor. Program 'eagle3' does not model it"],
         )
-        for name in (
-            "fc_norm.0.weight",
-            "aux_norm_low.weight",
-            "input_norm.weight",
-            "hidden_norm.weight",
-            "embed_norm.weight",
-            "mask_hidden",
+        for name in ("hidden_norm.weight", "embed_norm.weight", "mask_hidden")
+    },
+    **{
+        f"EAGLE-3 with {name} that its config does not say": (
+            of("eagle3_llama", add(name, torch.ones(64))),
+            [f"m: {name}: no weight of the program uses this tensor. It is '{weight}', which these switches leave out"],
+        )
+        for name, weight in {
+            "fc_norm.0.weight": "low_norm",
+            "aux_norm_low.weight": "low_norm",
+            "input_norm.weight": "aux_norm",
+            "midlayer.self_attn.o_proj.bias": "o_bias",
+        }.items()
+    },
+    **{
+        f"EAGLE-3 with {key} and no tensor for it": (
+            of("eagle3_llama", config(**{key: True})),
+            [f"m: no tensor for weight '{weight}'; expected '{name}'"],
+        )
+        for key, weight, name in (
+            ("use_aux_norm", "low_norm", "fc_norm.0.weight"),
+            ("fc_norm", "low_norm", "fc_norm.0.weight"),
+            ("norm_before_fc", "aux_norm", "input_norm.weight"),
+            ("embed_requires_grad", "embed_tokens", "embed_tokens.weight"),
+            ("attention_bias", "q_bias", "midlayer.self_attn.q_proj.bias"),
         )
     },
     "one expert in FP8": (
