@@ -278,7 +278,12 @@ def fixture_tensors(name: str) -> dict[str, torch.Tensor]:
     return load_file(FIXTURES / name / "cases.safetensors")
 
 
-def target_of(name: str) -> Path | None:
-    """The folder of the target that a fixture's drafter borrows from, where it has one."""
-    folder = FIXTURES / name / "target"
+def target_of(name: str, *, whole: bool = False) -> Path | None:
+    """The folder of the target that a fixture's drafter borrows from, where it has one. whole: with its weights, which lie
+    beside another drafter where this one borrows none."""
+    folder = FIXTURES / (WHOLE_TARGETS.get(name, name) if whole else name) / "target"
     return folder if folder.is_dir() else None
+
+
+WHOLE_TARGETS = {"eagle3_llama_narrow": "eagle3_llama"}
+"""Drafter to the one whose folder has the same target with all its weights."""

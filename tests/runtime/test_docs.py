@@ -180,7 +180,7 @@ def test_one_user(model):
 
 
 def target_model(name: str):
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(target_of(name), dtype=torch.float32).eval()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(target_of(name, whole=True), dtype=torch.float32).eval()
     loaded.config.eos_token_id = loaded.generation_config.eos_token_id = None
     return loaded
 
