@@ -262,15 +262,20 @@ class DraftRunner(abc.ABC):
         Raises:
             RuntimeUseError: it is not as wide as so many hiddens of one width.
         """
-        if self._target.source != AUX_PRE_NORM:
+        if self._target.source != AUX_PRE_NORM or "hidden_layers" not in dict(self.circuit.facts):
             return self.hidden_size // (self.embed_size or self.hidden_size)
         # A head of EAGLE-3 may be of another width than its target, so that its embedding does not tell.
-        count = len(str(dict(self.circuit.facts).get("hidden_layers", "")).split()) or USUAL_LAYERS
+        count = len(self._named_layers) or USUAL_LAYERS
         if self.hidden_size % count:
             expected = f"hiddens of {count} layers side by side"
             fault = Fault("does not split into layers", self.circuit.name, self._target.name, expected, str(self.hidden_size))
             raise RuntimeUseError(fault)
         return count
+
+    @property
+    def _named_layers(self) -> tuple[int, ...]:
+        """The layers that the drafter's config names."""
+        return tuple(int(layer) for layer in str(dict(self.circuit.facts).get("hidden_layers", "")).split())
 
     def hidden_layer_ids(self, target_layers: int) -> tuple[int, ...]:
         """Which layers' outputs those are, counted from 0 (transformers' hidden_states[id + 1]), of a target with so many
@@ -282,7 +287,7 @@ class DraftRunner(abc.ABC):
         whole(target_layers, "target_layers", self.circuit.name, least=1, message="is no number of layers")
         if self.hidden_layers == 1:
             return ()
-        ids = tuple(int(layer) for layer in str(dict(self.circuit.facts).get("hidden_layers", "")).split())
+        ids = self._named_layers
         if self.hidden_source == AUX_PRE_NORM:
             ids = ids or (2, target_layers // 2, target_layers - 3)
             # Configs count either outputs, and begin with 1, or inputs: what enters layer 2 is what layer 1 put out.

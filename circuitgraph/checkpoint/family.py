@@ -285,7 +285,9 @@ class Family:
         if self.file.windows is not None:
             return read_windows(config, self.file.windows)
         fault = self._window(config)
-        return {"windows": [0], "causal": [False]}, [fault] if fault else []
+        layers = config.find("num_hidden_layers")
+        count = layers if type(layers) is int and layers > 0 else 1
+        return {"windows": [0] * count, "causal": [False] * count}, [fault] if fault else []
 
     def _window(self, config: ModelConfig) -> Fault | None:
         """A fault where layers attend to a window only and the family does not say which."""

@@ -57,10 +57,10 @@ def _parameters(reader: ConfigReader) -> tuple[Mapping[str, Any], str]:
             reader.refuse(key, "the value is of the wrong kind", "an object", value)
             continue
         kinds = [name for name, part in value.items() if isinstance(part, Mapping)]
-        if "full_attention" in kinds:  # drafter layers are full attention
+        if "full_attention" in kinds:  # window_config refuses layers with a window that rotate otherwise
             value, key = value["full_attention"], f"{key}.full_attention"
         elif kinds:
-            hint = "Drafter layers are full attention: which of these sets is theirs?"
+            hint = "Which of these sets is the drafter's? All its layers rotate alike: leave that one alone."
             reader.refuse(
                 key, "has a set of parameters for each attention kind, but not this one's", "full_attention", kinds, hint
             )

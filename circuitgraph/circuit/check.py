@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..errors import CircuitError, Fault, did_you_mean
 from ..interpreter import needed_values
 from ..ops import TABLE, OpContext, TypeRuleError
+from ..ops.cache import EVERYTHING, Sight
 from .ir import Circuit, Node
 from .types import StateType
 
@@ -48,6 +49,7 @@ def check(circuit: Circuit) -> None:
             if name not in types or isinstance(types[name], StateType):
                 faults.append(_fault(circuit, None, f"entry '{entry.name}' is given '{name}', which is no tensor of the circuit"))
     if not faults:
+        _check_sights(circuit, faults)
         roots = [name for _, name in (*circuit.outputs, *circuit.effects)]
         needed = needed_values(circuit, roots)
         for node in circuit.nodes:
@@ -58,6 +60,20 @@ def check(circuit: Circuit) -> None:
                 faults.append(_fault(circuit, None, f"weight '{weight.name}' is used by nothing"))
     if faults:
         raise CircuitError(faults)
+
+
+def _check_sights(circuit: Circuit, faults: list[Fault]) -> None:
+    """Rows find their own place in the cache by the blocks that their entry has."""
+    outputs, effects = dict(circuit.outputs), dict(circuit.effects)
+    for entry in circuit.entries:
+        roots = [outputs[name] for name in entry.outputs] + [effects[name] for name in entry.effects]
+        needed, block = needed_values(circuit, roots, given=entry.given), circuit.block_of(entry.name)
+        for node in circuit.nodes:
+            sight = Sight.of(node.attr) if node.op == "attention" and node.name in needed else EVERYTHING
+            if (sight.window or sight.causal) and sight.block != block:
+                message = f"attention with a window, or that is causal, has the blocks of its entry, which '{entry.name}' says"
+                where = node.where or circuit.name
+                faults.append(Fault(message, where, node.name, f"block={block}", f"block={sight.block}"))
 
 
 def _check_node(circuit: Circuit, node: Node, types: dict, faults: list[Fault]) -> None:

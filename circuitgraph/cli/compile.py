@@ -110,7 +110,7 @@ def compile_(
     targets = parse_targets(target)
     if target_model is not None and gguf_file(target_model):
         # Nothing of a GGUF target can be mapped: what the drafter borrows is converted when it is loaded.
-        notes().print(f"embedding and lm_head will be borrowed from {target_model.name} when the artifact is loaded")
+        notes().print(f"what the drafter borrows comes from {target_model.name} when the artifact is loaded")
         target_model = None
     with bar("compile") as report:
         result = compile(

@@ -624,8 +624,8 @@ class _Resolver:
             value = self.file.facts[expression.name]
         elif isinstance(expression, Ref) and attr.choices:
             value = expression.name
-        elif isinstance(expression, Ref) and expression.name not in self.dims and not own:
-            hint = did_you_mean(expression.name, [*self.params, *self.switches, *self.dims])
+        elif isinstance(expression, Ref) and not own and expression.name not in {*self.dims, *self.constants}:
+            hint = did_you_mean(expression.name, [*self.params, *self.switches, *self.dims, *self.constants])
             self._fault(f"{op.name}: {name}= is the unknown name '{expression.name}'", at.where, subject=at.targets[0], hint=hint)
             raise _Refused
         elif isinstance(expression, Ref | Item | Arithmetic):

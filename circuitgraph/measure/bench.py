@@ -214,7 +214,7 @@ def _case(runner: CompiledRunner, function: Function, context: int) -> Case:
     kind = runner.circuit.entry(function.entry).rows
     block = runner.circuit.block_size if kind == "block" else 1
     spans = [Span(context, function.rows)] if kind == "context" else [Span(context, block)] * (function.rows // block)
-    case = make_case(
+    return make_case(
         slice_entry(runner.circuit, function.entry),
         function.rows,
         spans,
@@ -223,9 +223,6 @@ def _case(runner: CompiledRunner, function: Function, context: int) -> Case:
         poison=False,
         max_position=runner.max_position,
     )
-    for cache in case.caches.values() if kind == "block" else ():
-        cache.length.fill_(context + block)  # its rows see each other
-    return case
 
 
 def _our_call(runner: CompiledRunner, entry: str, case: Case) -> Callable[[], object]:

@@ -69,13 +69,15 @@ def make_case(
     """A call of `rows` rows: those of `spans` in order, then idle ones.
 
     Blocks lie in random order. With `poison`, cache rows that no row may see are NaN. Positions stay below
-    `max_position`.
+    `max_position`. In a slice that is an entry of blocks, the rows of a span see each other.
     """
     live = [(index, span, offset) for index, span in enumerate(spans) for offset in range(span.count)]
     if len(live) > rows:
         raise CircuitError(Fault("the spans have more rows than the call", expected=str(rows), got=str(len(live))))
     idle = rows - len(live)
+    together = [entry.rows for entry in circuit.entries] == ["block"]
     after = [span.start + span.context + offset for _, span, offset in live]
+    ends = [span.start + span.context + (span.count if together else offset + 1) for _, span, offset in live]
     positions = [span.context + offset + 1 for _, span, offset in live]
     if max_position is not None:
         positions = [min(position, max_position - 1) for position in positions]
@@ -87,7 +89,7 @@ def make_case(
     addressing = {
         "slot": _int32([*slots, *[-1] * idle]),
         "seq": _int32([*[index for index, _, _ in live], *[0] * idle]),
-        "length": _int32([*[place + 1 for place in after], *[0] * idle]),
+        "length": _int32([*ends, *[0] * idle]),
         "table": table,
         "start": _int32([span.start for span in spans]),
     }

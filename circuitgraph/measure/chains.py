@@ -160,8 +160,6 @@ def device_case(
     generator = torch.Generator().manual_seed(n if seed is None else seed)
     spans = [Span(context, block)] * (n // block)
     case = make_case(circuit, n, spans, block_size=BLOCK_SIZE, generator=generator, poison=False, max_position=max_position)
-    for cache in case.caches.values():
-        cache.length.fill_(context + block)
     return on_device(case, device)
 
 

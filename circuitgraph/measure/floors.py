@@ -42,8 +42,8 @@ def step_bytes(
             moved += _part(tensor.nbytes, tensor, (experts or {}).get(weight.name))
     for state in circuit.states:
         attending = [node for node in circuit.nodes if StateType(state.name) in (circuit.types[name] for name in node.inputs)]
-        seen = [Sight.of(node.attr).seen(context) for node in attending if node.op in ("attention", "latent_attention")]
-        moved += state.bytes_per_row() * n + state.bytes_per_row() // state.layers * (n // block) * sum(seen)
+        read = [Sight.of(node.attr).read(context) for node in attending if node.op in ("attention", "latent_attention")]
+        moved += state.bytes_per_row() * n + state.bytes_per_row() // state.layers * (n // block) * sum(read)
     return moved
 
 

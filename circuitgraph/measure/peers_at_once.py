@@ -14,8 +14,8 @@ from .peers import contiguous_rows, rotated
 
 
 class TorchDflash(torch.nn.Module):
-    """Blocks of `block` rows for sequences that all have `context` rows: several layers, SDPA without a mask over the rows that
-    a layer's window leaves; a causal layer has one."""
+    """Blocks of `block` rows for sequences that all have `context` rows: several layers, SDPA over the rows that some row of a
+    block sees, with a mask in layers with a window or causal blocks."""
 
     PROGRAM = "dflash"
 
@@ -93,12 +93,12 @@ class TorchMedusa(torch.nn.Module):
         def stacked(name: str) -> torch.Tensor:
             return torch.stack([weights[f"head_{head}.{name}"].to(torch.bfloat16) for head in range(heads)])
 
-        self.seen_from, self.bias = stacked("blocks_0.linear").flatten(0, 1), stacked("blocks_0.bias").flatten(0, 1)
+        self.first, self.bias = stacked("blocks_0.linear").flatten(0, 1), stacked("blocks_0.bias").flatten(0, 1)
         self.later = [(stacked(f"blocks_{i}.linear").mT, stacked(f"blocks_{i}.bias")[:, None]) for i in range(1, blocks)]
         self.lm_heads = stacked("lm_head").mT
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = F.silu(F.linear(hidden, self.seen_from, self.bias)).unflatten(1, (self.heads, -1))
+        y = F.silu(F.linear(hidden, self.first, self.bias)).unflatten(1, (self.heads, -1))
         x = (hidden[:, None] + y).transpose(0, 1)
         for weight, bias in self.later:
             x = x + F.silu(torch.baddbmm(bias, x, weight))

@@ -14,6 +14,7 @@ from ..artifact.manifest import Function, Manifest
 from ..artifact.store import read_artifact
 from ..circuit.narrow import slice_entry
 from ..ops import TORCH_DTYPES
+from ..ops.cache import Sight
 from ..runtime.compiled import open_library
 from .calls import call_function
 from .cases import Case, Span, make_case
@@ -203,8 +204,13 @@ class _Subject:
             max_position=self.manifest.max_position,
         )
 
+    def _together(self, function: Function) -> int:
+        """Rows of a sequence that draft at once."""
+        return min(self.manifest.circuit.block_of(function.entry), function.rows)
+
     def _control_spans(self, function: Function) -> list[Span]:
-        return [Span(3 + row % 5) for row in range(function.rows)]
+        together = self._together(function)
+        return [Span(3 + index % 5, together) for index in range(function.rows // together)]
 
     def _trials(self, function: Function) -> Iterator[tuple[int, list[Span]]]:
         rows, block = function.rows, self._block_size(function, 0)
@@ -215,13 +221,22 @@ class _Subject:
             if rows >= 3:
                 yield rows, [Span(block - 1, rows // 3), Span(0, rows // 3, start=1), Span(1, 1)]
             return
-        edges = [0, 1, block - 1, block, block + 1, 3 * block + 2, 2, 70]
-        starts = [0, 0, 0, 3, 1]
-        spans = [Span(context, start=starts[index % len(starts)]) for index, context in enumerate(edges)]
-        for first in range(0, len(edges), rows):
-            yield rows, [spans[(first + row) % len(spans)] for row in range(rows)]
-        if rows > 1:
-            yield rows, spans[2 : 2 + rows // 2]
+        edges = [0, 1, block - 1, block, block + 1, 3 * block + 2, 2, 70, *self._window_edges(function)]
+        starts, together = [0, 0, 0, 3, 1], self._together(function)
+        spans = [Span(context, together, starts[index % len(starts)]) for index, context in enumerate(edges)]
+        sequences = rows // together
+        for first in range(0, len(edges), sequences):
+            yield rows, [spans[(first + index) % len(spans)] for index in range(sequences)]
+        if sequences > 1:
+            yield rows, spans[2 : 2 + sequences // 2]
+        if together > 1:  # a block that ends early, as at the position limit
+            yield rows, [*spans[3 : 2 + sequences], Span(block, together - together // 3)]
+
+    def _window_edges(self, function: Function) -> Iterator[int]:
+        """Contexts around the windows that its rows have."""
+        nodes = slice_entry(self.manifest.circuit, function.entry).nodes
+        for window in sorted({Sight.of(node.attr).window for node in nodes if node.op == "attention"} - {0}):
+            yield from (window - self._together(function), window, window + 1)
 
     # -- comparisons -------------------------------------------------------------------------------------------
 
@@ -244,27 +259,29 @@ class _Subject:
         return max(self._pairs(case, made, wanted), key=lambda item: item[1].error / max(item[1].tolerance, 1e-9))
 
     def _compare(self, function: Function, case: Case) -> Iterator[tuple[str, Comparison]]:
-        """Compiled against reference, and a row of it against the same row elsewhere."""
+        """Compiled against reference, and a sequence of it against the same one elsewhere."""
         act, weights = TORCH_DTYPES[self.manifest.circuit.act], self.weights
         made, caches = self._call(function, case, weights)
         wanted, reference_caches = self._reference(function, case, weights)
         yield from self._pairs(case, (made, caches), (wanted, reference_caches))
         if self.manifest.circuit.entry(function.entry).rows == "context" or case.live < 2:
             return
-        row = int(torch.randint(case.live, (), generator=self.generator))
-        quiet, _ = self._call(function, _with_idle_others(case, row), weights)
-        yield "isolated", compare_same_bits(made, quiet, row)
-        single = next((f for f in self.manifest.functions.values() if (f.entry, f.rows) == (function.entry, 1)), None)
+        together = self._together(function)
+        first = int(torch.randint(-(-case.live // together), (), generator=self.generator)) * together
+        rows = list(range(first, min(first + together, case.live)))  # of one sequence
+        quiet, _ = self._call(function, _with_idle_others(case, rows), weights)
+        yield "isolated", Comparison.worst(compare_same_bits(made, quiet, row) for row in rows)
+        single = next((f for f in self.manifest.functions.values() if (f.entry, f.rows) == (function.entry, len(rows))), None)
         if single is not None and single is not function:
-            alone, _ = self._call(single, case.only([row]), weights)
-            here = {name: tensor[row : row + 1] for name, tensor in made.items()}
-            logits = {"logits": wanted["logits"][row : row + 1]} if "logits" in wanted else {}
-            yield "alone", Comparison.worst(c for _, c in compare_outputs(here, {**logits, **alone}, 1, act))
+            alone, _ = self._call(single, case.only(rows), weights)
+            here = {name: tensor[rows] for name, tensor in made.items()}
+            logits = {"logits": wanted["logits"][rows]} if "logits" in wanted else {}
+            yield "alone", Comparison.worst(c for _, c in compare_outputs(here, {**logits, **alone}, len(rows), act))
 
 
-def _with_idle_others(case: Case, row: int) -> Case:
-    """The case with every row but one idle, at its own place."""
-    keep = torch.arange(case.rows) == row
+def _with_idle_others(case: Case, rows: Sequence[int]) -> Case:
+    """The case with all but some rows idle, which stay at their places."""
+    keep = torch.isin(torch.arange(case.rows), torch.tensor(rows))
     caches = {}
     for name, cache in case.caches.items():
         idle = {"slot": torch.where(keep, cache.slot, -1), "length": cache.length * keep, "seq": cache.seq * keep}

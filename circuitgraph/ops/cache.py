@@ -61,6 +61,10 @@ class Sight:
         """Rows of so many that a row sees at most."""
         return min(context, self.window + (0 if self.causal else self.block - 1)) if self.window else context
 
+    def read(self, context: int) -> int:
+        """Rows of so many that the rows of a block see at most, one or another of them."""
+        return min(context, self.window + self.block - 1) if self.window else context
+
     def refuse(self) -> None:
         """Raises TypeRuleError for what can be no sight."""
         if self.window < 0 or self.block < 1:
@@ -136,8 +140,8 @@ class Append(Op):
 
 @register
 class Attention(Op):
-    """softmax(scale * q k^T) v of each row over rows start..length-1 of its sequence, or some of them (`Sight`); grouped-query
-    heads.
+    """softmax(scale * q k^T) v of each row over rows start..length-1 of its sequence, or those that `window`, `block` and
+    `causal` leave; grouped-query heads. See `Sight`.
 
     Query head h reads KV head h // (Q / KV). A row with no visible rows yields zeros.
     """
@@ -215,7 +219,8 @@ class Attention(Op):
 
         def tensors(generator, block):
             cache, _, _ = made(generator)
-            cache = replace(cache, seq=cache.seq // block)  # the rows of a block are of one sequence
+            idle = (torch.arange(rows) % 5 == 1) & (block > 1)  # a block's rows are of one sequence; of some, one is idle
+            cache = replace(cache, seq=cache.seq // block, length=cache.length.masked_fill(idle, 0))
             q = torch.randn(rows, 4, 8, generator=generator)
             return [q, cache]
 

@@ -145,8 +145,8 @@ def node_cost(circuit: Circuit, node: Node, rows: int, context: int) -> Cost:
             moved += state.bytes_per_row() // state.layers * rows
         elif StateType(state.name) in ins:
             (entry,) = circuit.entries
-            seen = Sight.of(node.attr).seen(context)
-            moved += state.bytes_per_row() // state.layers * -(-rows // circuit.block_of(entry.name)) * seen
+            read = Sight.of(node.attr).read(context)
+            moved += state.bytes_per_row() // state.layers * -(-rows // circuit.block_of(entry.name)) * read
     return Cost(moved, TABLE[node.op].flops(ins, outs, node.attr, context))
 
 

@@ -64,7 +64,7 @@ def plan_records(plan: Plan) -> list[dict[str, Any]]:
 def _window(group: Group) -> dict[str, int]:
     """{most_rows: cache rows of a sequence that count at most}; empty where all do."""
     sights = [Sight.of(node.attr) for node in group.nodes if node.op == "attention"]
-    most = [sight.seen(sight.window + sight.block) for sight in sights if sight.window]
+    most = [sight.read(sight.window + sight.block) for sight in sights if sight.window]
     return {"most_rows": max(most)} if most else {}
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from circuitgraph.checkpoint import default_config, load_circuit, load_family
 from circuitgraph.checkpoint.config import read_raw
-from circuitgraph.errors import CheckpointError, ProgramError
+from circuitgraph.circuit.check import check
+from circuitgraph.circuit.ir import Node
+from circuitgraph.errors import CheckpointError, CircuitError
 from circuitgraph.ops.cache import Sight
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -36,7 +39,6 @@ def refusal(family: str, **config: Any) -> str:
         ({"sliding_window": 1 << 20}, 0),
         ({"layer_types": [FULL, FULL], "sliding_window": 64}, 0),
         ({**ON, "max_window_layers": 0}, 64),
-        (ON | {"max_window_layers": None}, 64),
         ({"layer_types": [SLIDING] * 3, "sliding_window": 64, "use_sliding_window": None}, 64),
         ({"layer_types": [SLIDING], **ON}, 64),
         ({"layer_types": [SLIDING], **ON, "sliding_window": 1 << 20}, 0),
@@ -78,13 +80,18 @@ def test_the_layer_behind_the_target_has_its_own_kind() -> None:
         ({"dflash_config": {"use_swa": True}, "sliding_window": 48, "layer_types": [FULL, FULL]}, [48, 48], [False, False]),
         ({"dflash_config": {"use_swa": True}, "layer_types": [SLIDING, FULL], **ON}, [64, 0], [True, False]),
         ({"dflash_config": {"use_swa": False}, "layer_types": [SLIDING, FULL], "sliding_window": 64}, [64, 0], [True, False]),
-        ({"dflash_config": {"use_swa": True}, "sliding_window": 64, "use_sliding_window": False}, [64, 64], [False, False]),
+        ({"dflash_config": {"use_swa": True, "swa_window_size": 48}, "use_sliding_window": False}, [48, 48], [False, False]),
+        ({**ON, "max_window_layers": 1}, [0, 64], [False, True]),
+        ({**ON, "max_window_layers": 0, "use_swa": True}, [64, 64], [True, True]),
+        ({**ON, "max_window_layers": 2, "use_swa": True}, [64, 64], [False, False]),
+        ({"sliding_window": 64, "swa_window_size": 48, "use_sliding_window": False}, [0, 0], [False, False]),
+        ({"layer_types": [SLIDING, FULL], "swa_window_size": 48}, [48, 0], [True, False]),
         ({"dflash_config": {"use_swa": False, "swa_window_size": 48}}, [0, 0], [False, False]),
         ({"use_swa": True, "swa_window_size": 48, "causal": True}, [48, 48], [True, True]),
     ],
 )
 def test_a_block_drafter(config: dict, windows: list[int], causal: list[bool]) -> None:
-    """vLLM's _resolve_layer_attention, and z-lab's is_causal."""
+    """vLLM's _resolve_layer_attention on transformers' Qwen3Config, and z-lab's is_causal."""
     inner = {**default_config("dflash_qwen3")["dflash_config"], **config.get("dflash_config", {})}
     assert told("dflash_qwen3", **{**config, "dflash_config": inner}) == {"windows": windows, "causal": causal}
 
@@ -93,7 +100,24 @@ def test_a_block_drafter(config: dict, windows: list[int], causal: list[bool]) -
     ("family", "config", "message"),
     [
         ("llama_mtp", {"sliding_window": 64}, "sliding_window: a window, and no word on which layers have it; expected null"),
-        ("llama_mtp", {**ON, "sliding_window": None}, "sliding_window: the key is missing; expected a window's rows, since"),
+        (
+            "llama_mtp",
+            {**ON, "sliding_window": None, "max_window_layers": 0},
+            "sliding_window: the key is missing; expected a window's rows, since max_window_layers has windows",
+        ),
+        ("llama_mtp", ON, "max_window_layers: the key is missing; expected 0 or more layers at the bottom"),
+        ("eagle3_llama", {**ON, "layer_types": [SLIDING, FULL] * 18}, "expected 1 items, or all the same; got 36 items"),
+        ("dflash_qwen3", {**ON, "layer_types": [FULL] * 35 + [SLIDING]}, "expected 2 items, or all the same; got 36 items"),
+        (
+            "dflash_qwen3",
+            {"use_swa": True, "sliding_window": 64, "use_sliding_window": False},
+            "use_sliding_window: the config gives two values; expected true, since use_swa has windows; got False",
+        ),
+        (
+            "dflash_qwen3",
+            {**ON, "sliding_window": 15, "layer_types": [FULL, SLIDING]},
+            "sliding_window: the window is shorter than a block; expected 16 or more, the rows of a block; got 15",
+        ),
         ("llama_mtp", {**ON, "sliding_window": "64"}, "sliding_window: the value is of the wrong kind; expected a pos"),
         ("llama_mtp", {**ON, "sliding_window": True}, "sliding_window: the value is of the wrong kind; expected a pos"),
         ("llama_mtp", {**ON, "sliding_window": 0}, "sliding_window: the value is of the wrong kind; expected a pos"),
@@ -101,7 +125,7 @@ def test_a_block_drafter(config: dict, windows: list[int], causal: list[bool]) -
         ("llama_mtp", {**ON, "max_window_layers": -1}, "max_window_layers: the value is of the wrong kind; expected 0 or more"),
         ("llama_mtp", {**ON, "layer_types": ["linear_attention"]}, "layer_types: layers of this kind are not modelled; expected"),
         ("llama_mtp", {**ON, "layer_types": SLIDING}, "layer_types: the value is of the wrong kind; expected a list"),
-        ("eagle3_llama", {**ON, "layer_types": [SLIDING, FULL], "num_hidden_layers": 3}, "got 2 items. Add 'full_attention' or"),
+        ("eagle3_llama", {**ON, "layer_types": [SLIDING, FULL], "num_hidden_layers": 3}, "got 2 items. Give 'full_attention' or"),
         (
             "dflash_qwen3",
             {"layer_types": [SLIDING, FULL], "sliding_window": 64, "use_sliding_window": False},
@@ -110,7 +134,7 @@ def test_a_block_drafter(config: dict, windows: list[int], causal: list[bool]) -
         (
             "dflash_qwen3",
             {"layer_types": [SLIDING, FULL], "sliding_window": 64, "swa_window_size": 65},
-            "sliding_window: the config gives two values; expected 65 as in swa_window_size; got 64. Remove the one that is out",
+            "sliding_window: the config gives two values; expected 65 as in swa_window_size; got 64. Engines differ in which",
         ),
         ("dflash_qwen3", {"causal": True, "is_causal": False}, "is_causal: the config gives two values; expected True as in"),
         ("dflash_qwen3", {"is_causal": "yes"}, "is_causal: the value is of the wrong kind; expected true or false; got 'yes'"),
@@ -121,6 +145,7 @@ def test_a_block_drafter(config: dict, windows: list[int], causal: list[bool]) -
                 **ON,
                 "layer_types": [SLIDING, FULL],
                 "rope_theta": None,
+                "sliding_window": 1 << 20,
                 "rope_parameters": {FULL: {"rope_theta": 1e6}, SLIDING: {"rope_theta": 1e4}},
             },
             "rope_parameters.sliding_attention: layers with a window rotate otherwise; expected the same as of full_attention",
@@ -131,10 +156,19 @@ def test_refused(family: str, config: dict, message: str) -> None:
     assert message in refusal(family, **config)
 
 
-def test_a_window_shorter_than_a_block() -> None:
-    config = {**default_config("dflash_qwen3"), **ON, "sliding_window": 15, "layer_types": [FULL, SLIDING]}
-    with pytest.raises(ProgramError, match="attention: the window is shorter than a block; expected 16 or more"):
-        load_circuit("dflash", config=config)
+def test_a_program_says_its_blocks() -> None:
+    """Rows find their own place by the blocks of their entry: the same for all kernels."""
+    config = {**default_config("dflash_qwen3"), "is_causal": True}
+    circuit = load_circuit("dflash", config=config)
+    check(circuit)
+    for block in (1, 8):
+        nodes = [with_attr(node, block=block) if node.op == "attention" else node for node in circuit.nodes]
+        with pytest.raises(CircuitError, match=rf"which 'draft' says; expected block=16; got block={block}"):
+            check(circuit.with_nodes(tuple(nodes)))
+
+
+def with_attr(node: Node, **attrs: Any) -> Node:
+    return replace(node, attrs=tuple((dict(node.attrs) | attrs).items()))
 
 
 def test_latents_have_no_window() -> None:

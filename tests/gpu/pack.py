@@ -474,6 +474,17 @@ CASES = (
             ("plain", "f32", (2,), {"sliding_window": 20, "head_dim": 24, "num_attention_heads": 4}),
         )
     ),
+    # Biases before the norms of heads, of context rows, too.
+    Case(
+        "direct_dflash_biases",
+        "dflash_qwen3",
+        {**DFLASH_SIZES, "attention_bias": True},
+        widths=(1, 3),
+        context_rows=(16, 64),
+        entries=STEP,
+        program="dflash",
+        block=16,
+    ),
     # Rows that no power of two divides, each of several columns a thread; down in parts that are joined at one block, too.
     Case(
         "direct_dflash_wide",
@@ -504,6 +515,22 @@ CASES = (
         widths=(1, 3),
         entries=("first", *STEP),
         program="eagle3",
+    ),
+    # Of another width than their target, with biases and a norm of each of its hiddens; with one of all, and two layers.
+    *(
+        Case(
+            f"direct_eagle3_{name}",
+            "eagle3_llama",
+            {**EAGLE3_SIZES, **sizes},
+            widths=(1, 3, 8),
+            context_rows=(16,),
+            entries=("first", *STEP),
+            program="eagle3",
+        )
+        for name, sizes in (
+            ("narrow", {"target_hidden_size": 1536, "attention_bias": True, "fc_norm": True}),
+            ("normed", {"target_hidden_size": 512, "norm_before_fc": True, "num_hidden_layers": 2}),
+        )
     ),
     Case("direct_medusa", "medusa1", MEDUSA_SIZES, widths=(1, 8, 40), entries=("draft", "logits"), program="medusa"),
     # Latent attention alone, where a few cache rows can be told from all others.

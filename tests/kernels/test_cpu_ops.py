@@ -48,10 +48,13 @@ def program_of(name: str, sample: Sample, tensors: Sequence) -> Circuit:
     stateful = isinstance(made[0], StateType)
     results = ["kv"] if stateful else [f"y{at}" for at in range(len(made))]
     entry = "effects: [kv]" if stateful else f"outputs: [{', '.join(results)}]"
+    block = sample.attrs.get("block", 1)  # only entries of blocks may have any
+    rows, constants = ("rows: block, ", f"constants: {{block_size: {block}}}\n") if block > 1 else ("", "")
+    body = f"{', '.join(results)} = {name}({', '.join(arguments)})"
     outputs = "{}" if stateful else f"{{{', '.join(f'{name}: {name}' for name in results)}}}"
     return parse_circuit(
-        f"program: one_op\ninputs: {{{', '.join(inputs)}}}\n{states}weights: {{{', '.join(weights)}}}\n"
-        f"body:\n  - {', '.join(results)} = {name}({', '.join(arguments)})\noutputs: {outputs}\nentries: {{run: {{{entry}}}}}\n"
+        f"program: one_op\n{constants}inputs: {{{', '.join(inputs)}}}\n{states}weights: {{{', '.join(weights)}}}\n"
+        f"body:\n  - {body}\noutputs: {outputs}\nentries: {{run: {{{rows}{entry}}}}}\n"
     )
 
 
