@@ -59,7 +59,7 @@ def stage_text(
 
     A program without `model` takes the example config of `family` (by default the first family of that program), and
     `cpu` without `target`. An artifact has decided all that: it takes `entry`, `width` and `stage` alone, and one for
-    several architectures `target`, which names one of them.
+    several architectures `target`, which names one of them. width: sequences, of a context entry rows.
 
     Raises:
         CircuitgraphError: of the stage that failed; unknown stages, entries and widths that an artifact lacks.
@@ -81,7 +81,7 @@ def stage_text(
     if stage in ("resolve", "check"):
         return format_circuit(circuit)
     rules = load_schedule(parsed.kind, Path(schedule_file) if schedule_file else None)
-    form = plan_piece(run, circuit, entry, width, parsed.of_plans, rules, stop_after=stage)
+    form = plan_piece(run, circuit, entry, _rows(circuit, entry, width), parsed.of_plans, rules, stop_after=stage)
     if stage in run.seconds or stage == "plan":
         return str(form_text(form))
     assert isinstance(form, Plan)
@@ -122,7 +122,7 @@ def explain(
         options: dict[str, Any] = {"family": family, "model": model, "switches": switches, "kind": parsed.kind}
         circuit = run("resolve", str(program), lambda: program_circuit(program, **options))
         rules = load_schedule(parsed.kind, Path(schedule_file) if schedule_file else None)
-        plan = plan_piece(run, circuit, entry, width, parsed.of_plans, rules)
+        plan = plan_piece(run, circuit, entry, _rows(circuit, entry, width), parsed.of_plans, rules)
         assert isinstance(plan, Plan)
         records = plan_records(plan)
     return [_explanation(record, context) for record in records]
@@ -197,8 +197,14 @@ def _open_artifact(path: Path, target: str | None) -> Artifact:
     return replace(artifact, manifest=manifest.of(chosen))
 
 
+def _rows(circuit: Circuit, entry: str, width: int) -> int:
+    """Of a program for so many sequences, of which each has a block in some entries."""
+    return width * circuit.block_of(entry) if entry in {item.name for item in circuit.entries} else width
+
+
 def _symbol(artifact: Artifact, entry: str, width: int) -> str:
-    symbol, functions = f"{entry}_{width}", artifact.manifest.functions
+    functions = artifact.manifest.functions
+    symbol = f"{entry}_{_rows(artifact.manifest.circuit, entry, width)}"
     if symbol not in functions:
         raise ArtifactError(Fault(f"has no program '{symbol}'", where=str(artifact.origin), hint=did_you_mean(symbol, functions)))
     return symbol
@@ -221,7 +227,7 @@ def _artifact_text(artifact: Artifact, entry: str, width: int, stage: str) -> st
         from .circuit.narrow import slice_entry, specialize
 
         sliced = slice_entry(manifest.circuit, entry)
-        return format_circuit(sliced if stage == "slice" else specialize(sliced, width))
+        return format_circuit(sliced if stage == "slice" else specialize(sliced, _rows(manifest.circuit, entry, width)))
     if stage in _GENERATED:
         start = f"src/{manifest.folder}kernels."
         files = [name for name in manifest.files if name.startswith(start)]

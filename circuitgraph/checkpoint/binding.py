@@ -31,6 +31,7 @@ from .files import TensorFiles
 from .made import Made, carried_tensors
 from .model import Model, open_checkpoint
 from .provide import made_up, read_tensors, read_weights
+from .window_config import MOST_LAYERS, is_count
 
 DEFAULT_POSITIONS = 32768
 """Most rows of a RoPE table when the caller does not say how many it serves."""
@@ -191,10 +192,9 @@ def load_circuit(
     raw = raw or RawConfig(chosen.file.example, f"the example of family '{chosen.name}'")
     settings = chosen.read_config(raw, attention=_attends(loaded), told=switches or ())
     _check_values(loaded, chosen, settings)
+    _check_block(loaded, chosen, settings)
     bindings = Bindings(settings.values, _decide(loaded, chosen, settings, switches), act, wt, kv)
-    circuit = _resolved(loaded, bindings, settings, shipped=_program_name(program) is not None)
-    _check_block(circuit, chosen, settings)
-    return circuit
+    return _resolved(loaded, bindings, settings, shipped=_program_name(program) is not None)
 
 
 def default_config(program_or_family: str | Path) -> dict[str, Any]:
@@ -250,11 +250,11 @@ def bind(
     config = chosen.counted(config, opened.tensors)
     opened = _with_lender(opened, chosen, config)
     _check_values(loaded, chosen, config)
+    _check_block(loaded, chosen, config)
     _check_target(opened, chosen, config)
     decided = _decide(loaded, chosen, config, switches, opened.tensors)
     bindings = Bindings(config.values, decided, act, wt, kv or act)
     circuit = _resolved(loaded, bindings, config, shipped=wanted is None or _program_name(wanted) is not None)
-    _check_block(circuit, chosen, config)
     account = Account(chosen, circuit, config, opened, wt, host_dtype, _ways_out(loaded))
     refs, rows = account.settle()
     _check_map(circuit, refs, opened, config)
@@ -433,21 +433,24 @@ def _check_values(program: Program, family: Family, config: ModelConfig) -> None
                 faults.append(Fault("the key is missing", where=where, subject=subject, hint=hint))
             elif not fits(value):
                 faults.append(Fault("the value is of the wrong kind", where, subject, expected, repr(value), hint))
+            elif key == "num_hidden_layers" and not is_count(value):
+                faults.append(Fault("is no number of layers", where, subject, f"1 to {MOST_LAYERS}", repr(value), hint))
     if faults:
         raise CheckpointError(faults)
 
 
-def _check_block(circuit: Circuit, family: Family, config: ModelConfig) -> None:
+def _check_block(program: Program, family: Family, config: ModelConfig) -> None:
     """A block has a row for the newest token and others for drafts, and its mask is a token."""
-    if all(entry.rows != "block" for entry in circuit.entries):
+    if all(entry.rows != "block" for entry in program.file.entries.values()):
         return
-    facts, faults = dict(circuit.facts), []
+    faults: list[Fault] = []
     vocabulary = config.values["vocab_size"]
     for name, message, expected, fits in (
         ("block_size", "is no size of a block", "2 or more", lambda value: value >= 2),
         ("mask_token", "is no token", f"0 to {vocabulary - 1}", lambda value: 0 <= value < vocabulary),
     ):
-        value = facts.get(name)
+        key = program.file.constants.get(name, name)
+        value = config.values.get(name, config.values.get(key)) if isinstance(key, str) else key
         if type(value) is not int or not fits(value):
             faults.append(Fault(message, config.raw.file, family.spelled(name, config), expected, repr(value)))
     if faults:
@@ -506,6 +509,8 @@ def _check_target(model: Model, family: Family, config: ModelConfig) -> None:
         if value != config.values[own]:
             expected = f"{config.values[own]} as {'' if own == key else f'{own} '}in {config.raw.file}"
             hint = "This drafter belongs to another target."
+            if own == key == "hidden_size" and TARGET_WIDTH in family.file.values:
+                hint += f" If it is of another width than its target, its config says '{TARGET_WIDTH}'."
             where = model.target.config.file
             faults.append(
                 Fault("target and drafter differ", where=where, subject=key, expected=expected, got=repr(value), hint=hint)

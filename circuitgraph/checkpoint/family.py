@@ -20,7 +20,7 @@ from .config import TEXT, ConfigReader, ModelConfig, RawConfig, check_quantisati
 from .files import TensorFiles
 from .model import Model
 from .stored import spellings
-from .window_config import WindowsDecl, read_windows
+from .window_config import WindowsDecl, is_count, read_windows
 
 FAMILIES = PROGRAMS / "families"
 
@@ -286,7 +286,7 @@ class Family:
             return read_windows(config, self.file.windows)
         fault = self._window(config)
         layers = config.find("num_hidden_layers")
-        count = layers if type(layers) is int and layers > 0 else 1
+        count = layers if is_count(layers) else 1
         return {"windows": [0] * count, "causal": [False] * count}, [fault] if fault else []
 
     def _window(self, config: ModelConfig) -> Fault | None:

@@ -17,6 +17,15 @@ NOBODY = 1 << 31
 """A place in `layer_types` behind all items: that of a layer whose place is not known."""
 
 
+MOST_LAYERS = 1000
+"""Of a drafter or of its target: more are a damaged number."""
+
+
+def is_count(layers: Any) -> bool:
+    """Whether a config's value is a number of layers."""
+    return type(layers) is int and 0 < layers <= MOST_LAYERS
+
+
 class WindowsDecl(BaseModel):
     """Where a family's configs say which of its layers attend to a window.
 
@@ -48,12 +57,18 @@ def read_windows(config: ModelConfig, said: WindowsDecl) -> tuple[dict[str, list
     return made, reader.faults
 
 
+def _said(rotations: Mapping[str, Any], kind: str) -> Any:
+    """What a layer kind's RoPE parameters say, without what they leave as it is."""
+    of = rotations.get(kind)
+    return {key: value for key, value in of.items() if value not in (None, "default")} if isinstance(of, Mapping) else of
+
+
 class _Reader:
     def __init__(self, config: ModelConfig, said: WindowsDecl):
         self.config, self.said = config, said
         self.faults: list[Fault] = []
         layers = said.layers if isinstance(said.layers, int) else config.find(said.layers)
-        self.count = layers if type(layers) is int and layers > 0 else 1  # what is wrong is told where the key is needed
+        self.count = layers if is_count(layers) else 1  # what is wrong is told where the key is needed
         before = config.find(said.after) if said.after else 0
         self.before = before if type(before) is int else NOBODY
 
@@ -61,14 +76,14 @@ class _Reader:
         none = {"windows": [0] * self.count, "causal": [False] * self.count}
         sizes = {key: window for key in self.said.size if (window := self._positive(key)) is not None}
         size_key, window = next(iter(sizes.items()), (self.said.size[0], None))
-        causal, on = self._causal(), self._flag("use_sliding_window")
-        forced = {key: self._flag(key) for key in self.said.everywhere}
-        by, sliding = self._kinds(size_key, window, on, off=False in forced.values() or True in forced.values())
+        (_, causal), (forced_by, forced) = self._agreed(self.said.causal), self._agreed(self.said.everywhere)
+        on = self._flag("use_sliding_window")
+        by, sliding = self._kinds(size_key, window, on, off=forced is not None)
         if self.faults:
             return none
         kinds = sliding
-        if not any(sliding) and True in forced.values():
-            by, sliding = next(key for key, value in forced.items() if value), [True] * self.count
+        if forced and not any(sliding):
+            by, sliding = forced_by, [True] * self.count
         if any(sliding):
             self._check(by, on, sizes, size_key)
         rows = 0 if window is None or self._holds_all(window) else window
@@ -110,8 +125,7 @@ class _Reader:
             hint = f"Give '{FULL}' or '{SLIDING}' for each of the drafter's layers."
             self._fault("layer_types", message, expected, f"{len(kinds)} items", hint)
             return none
-        other = next((kind for kind in mine if kind not in (FULL, SLIDING)), None)
-        if other is not None:
+        for other in [kind for kind in mine if kind not in (FULL, SLIDING)][:1]:
             self._fault("layer_types", "layers of this kind are not modelled", f"'{FULL}' or '{SLIDING}'", repr(other))
         return [kind == SLIDING for kind in mine]
 
@@ -121,7 +135,7 @@ class _Reader:
         if on is False and (by == "layer_types" or size_key == SIZE):
             self._fault("use_sliding_window", TWO_VALUES, f"true, since {by} has windows", "False")
         if not sizes:
-            self._fault(size_key, "the key is missing", f"a window's rows, since {by} has windows", None)
+            self._fault(self.said.size[-1], "the key is missing", f"a window's rows, since {by} has windows", None)
         elif len(set(sizes.values())) > 1:
             (first, value), (key, other), *_ = sizes.items()
             self._fault(key, TWO_VALUES, f"{value!r} as in {first}", repr(other), "Engines differ in which one they take.")
@@ -130,7 +144,7 @@ class _Reader:
             self._fault(size_key, "the window is shorter than a block", expected, repr(sizes[size_key]))
         for key in ("rope_parameters", "rope_scaling"):  # programs have one rotation for all layers
             rotations = self.config.find(key)
-            if isinstance(rotations, Mapping) and rotations.get(SLIDING, rotations.get(FULL)) != rotations.get(FULL):
+            if isinstance(rotations, Mapping) and SLIDING in rotations and _said(rotations, SLIDING) != _said(rotations, FULL):
                 expected = f"the same as of {FULL}, {rotations.get(FULL)!r}"
                 self._fault(f"{key}.{SLIDING}", "layers with a window rotate otherwise", expected, repr(rotations[SLIDING]))
 
@@ -139,13 +153,13 @@ class _Reader:
         limit = self.config.values.get("max_position_embeddings")
         return type(limit) is int and window >= limit
 
-    def _causal(self) -> bool | None:
-        """What is said for all layers; keys that say it agree."""
-        found = {key: value for key in self.said.causal if (value := self._flag(key)) is not None}
+    def _agreed(self, keys: list[str]) -> tuple[str, bool | None]:
+        """(the first of these keys that is there, what it says); they say the same."""
+        found = {key: value for key in keys if (value := self._flag(key)) is not None}
         if len(set(found.values())) > 1:
             (first, value), (key, other), *_ = found.items()
             self._fault(key, TWO_VALUES, f"{value!r} as in {first}", repr(other), "Remove the one that is out of date.")
-        return next(iter(found.values()), None)
+        return next(iter(found.items()), ("", None))
 
     def _positive(self, key: str) -> int | None:
         value = self.config.find(key)

@@ -68,7 +68,7 @@ Family = Annotated[
 ]
 Switches = Annotated[list[str] | None, typer.Option("--set", metavar="SWITCH=VALUE", help="Overrule a switch; repeatable.")]
 Entry = Annotated[str, typer.Option("--entry", help="Which entry of the program: draft, context, logits, ...")]
-Width = Annotated[int, typer.Option("--width", min=1, help="Rows: sequences for draft, context rows for context.")]
+Width = Annotated[int, typer.Option("--width", min=1, help="Sequences for draft, context rows for context.")]
 ScheduleFile = Annotated[
     Path | None, typer.Option("--schedule", metavar="YAML", help="Schedule rules to use instead of the shipped ones.")
 ]

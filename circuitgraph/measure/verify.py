@@ -27,6 +27,8 @@ Observer = Callable[[str, int, int], None]
 OPEN_BLOCK_SIZES = (16, 5)
 """Block sizes to try where the program leaves them open; an odd one shows arithmetic that assumes a power of two."""
 
+LONGEST = 1 << 14
+"""Cache rows of a trial: beyond the edge of windows that are wider is nothing to be seen."""
 CONTROL_WEIGHTS = 5
 PERTURBED_BYTES = 0.1
 """Share of a quantised weight's bytes that the control changes."""
@@ -233,10 +235,10 @@ class _Subject:
             yield rows, [*spans[3 : 2 + sequences], Span(block, together - together // 3)]
 
     def _window_edges(self, function: Function) -> Iterator[int]:
-        """Contexts around the windows that its rows have."""
+        """Contexts around the windows that its rows have, as far as their caches fit a machine."""
         nodes = slice_entry(self.manifest.circuit, function.entry).nodes
         for window in sorted({Sight.of(node.attr).window for node in nodes if node.op == "attention"} - {0}):
-            yield from (window - self._together(function), window, window + 1)
+            yield from (window - self._together(function), window, window + 1) if window <= LONGEST else ()
 
     # -- comparisons -------------------------------------------------------------------------------------------
 

@@ -124,6 +124,17 @@ def test_a_block_drafter(config: dict, windows: list[int], causal: list[bool]) -
         ("llama_mtp", {**ON, "use_sliding_window": 1}, "use_sliding_window: the value is of the wrong kind; expected true"),
         ("llama_mtp", {**ON, "max_window_layers": -1}, "max_window_layers: the value is of the wrong kind; expected 0 or more"),
         ("llama_mtp", {**ON, "layer_types": ["linear_attention"]}, "layer_types: layers of this kind are not modelled; expected"),
+        (
+            "dflash_qwen3",
+            {**ON, "layer_types": [SLIDING, None]},
+            "layers of this kind are not modelled; expected 'full_attention'",
+        ),
+        ("mimo_mtp", {**ON, "layer_types": [None, None]}, "layers of this kind are not modelled; expected 'full_attention'"),
+        (
+            "dflash_qwen3",
+            {"use_swa": True, "dflash_config": {"use_swa": False}, "swa_window_size": 48},
+            "use_swa: the config gives two values; expected False as in dflash_config.use_swa; got True",
+        ),
         ("llama_mtp", {**ON, "layer_types": SLIDING}, "layer_types: the value is of the wrong kind; expected a list"),
         ("eagle3_llama", {**ON, "layer_types": [SLIDING, FULL], "num_hidden_layers": 3}, "got 2 items. Give 'full_attention' or"),
         (
@@ -138,7 +149,7 @@ def test_a_block_drafter(config: dict, windows: list[int], causal: list[bool]) -
         ),
         ("dflash_qwen3", {"causal": True, "is_causal": False}, "is_causal: the config gives two values; expected True as in"),
         ("dflash_qwen3", {"is_causal": "yes"}, "is_causal: the value is of the wrong kind; expected true or false; got 'yes'"),
-        ("dflash_qwen3", {"use_swa": True}, "dflash_config.swa_window_size: the key is missing; expected a window's"),
+        ("dflash_qwen3", {"use_swa": True}, "sliding_window: the key is missing; expected a window's rows, since use_swa"),
         (
             "dflash_qwen3",
             {
@@ -154,6 +165,19 @@ def test_a_block_drafter(config: dict, windows: list[int], causal: list[bool]) -
 )
 def test_refused(family: str, config: dict, message: str) -> None:
     assert message in refusal(family, **config)
+
+
+def test_sets_that_say_the_same_are_one_rotation() -> None:
+    sets = {FULL: {"rope_theta": 1e6, "rope_type": "default"}, SLIDING: {"rope_theta": 1e6, "factor": None}}
+    config = {**ON, "layer_types": [SLIDING, FULL], "rope_theta": None, "rope_parameters": sets}
+    assert told("dflash_qwen3", **config)["windows"] == [64, 0]
+
+
+@pytest.mark.parametrize(("program", "family"), [("dflash", "dflash_qwen3"), ("eagle3", "eagle3_llama")])
+def test_layers_without_end_are_refused(program: str, family: str) -> None:
+    config = {**default_config(family), **ON, "layer_types": [SLIDING], "num_hidden_layers": 10**9}
+    with pytest.raises(CheckpointError, match="num_hidden_layers: is no number of layers; expected 1 to 1000; got 1000000000"):
+        load_circuit(program, config=config)
 
 
 def test_a_program_says_its_blocks() -> None:
