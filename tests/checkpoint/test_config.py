@@ -144,7 +144,7 @@ REFUSALS = {
     "no set for full attention": (
         {**PLAIN, "rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}},
         "config: rope_parameters: has a set of parameters for each attention kind, but not this one's; expected full_attention; "
-        "got ['sliding_attention']. Drafter layers are full attention: which of these sets is theirs?",
+        "got ['sliding_attention']. Which of these sets is the drafter's? All its layers rotate alike: leave that one alone.",
     ),
     "dynamic without a limit": (
         {**PLAIN, "rope_scaling": {"type": "dynamic", "factor": 2}},

@@ -422,7 +422,7 @@ REFUSED: dict[str, tuple[Damage, list[str]]] = {
     ),
     "a rope type of the wrong kind": (
         sizes(rope_scaling={"rope_type": {"kind": "yarn"}}),
-        ["rope_scaling: has a set of parameters for each attention kind", "which of these sets"],
+        ["rope_scaling: has a set of parameters for each attention kind", "Which of these sets"],
     ),
     "a rope factor of the wrong kind": (
         sizes(rope_scaling={"rope_type": "linear", "factor": [2.0]}),
