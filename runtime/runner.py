@@ -268,8 +268,8 @@ class DraftRunner(abc.ABC):
         count = len(self._named_layers) or USUAL_LAYERS
         if self.hidden_size % count:
             expected = f"hiddens of {count} layers side by side"
-            fault = Fault("does not split into layers", self.circuit.name, self._target.name, expected, str(self.hidden_size))
-            raise RuntimeUseError(fault)
+            got, hint = f"{self.hidden_size} columns", "Does the constant hidden_layers name as many as the input has?"
+            raise RuntimeUseError(Fault("does not split into layers", self.circuit.name, self._target.name, expected, got, hint))
         return count
 
     @property

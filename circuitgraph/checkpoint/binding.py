@@ -25,13 +25,12 @@ from ..places import shipped_programs
 from ..runtime import own_ids
 from ..runtime.rope import RopeSpec, rope_tables
 from .account import Account, ReportRow, TensorRef
-from .config import TEXT, ModelConfig, RawConfig, check_quantisation, find_value, read_raw
+from .config import MOST_LAYERS, TEXT, ModelConfig, RawConfig, check_quantisation, find_value, is_count, read_raw
 from .family import TARGET_WIDTH, Family, default_family, load_family, recognise
 from .files import TensorFiles
 from .made import Made, carried_tensors
 from .model import Model, open_checkpoint
 from .provide import made_up, read_tensors, read_weights
-from .window_config import MOST_LAYERS, is_count
 
 DEFAULT_POSITIONS = 32768
 """Most rows of a RoPE table when the caller does not say how many it serves."""
@@ -344,7 +343,14 @@ def _decide(
         raise ProgramError(faults)
     together = [[name for name in names if decided.get(name) is True] for names in family.file.apart]
     faults = [
-        Fault("do not go together: engines differ in what both mean", config.raw.file, " and ".join(names), "one of them", "all")
+        Fault(
+            "do not go together: engines differ in what both mean",
+            config.raw.file,
+            " and ".join(names),
+            "one of them",
+            "all",
+            f"Say which is not: {' or '.join(f'{name}=false' for name in names)} (--set).",
+        )
         for names in together
         if len(names) > 1
     ]

@@ -19,6 +19,8 @@ from .files import unique_keys
 from .pickled import SUFFIXES
 from .rope_config import read_rope
 
+MOST_LAYERS = 1000
+"""Of a drafter or of its target: more are a damaged number."""
 TEXT = "text_config"
 """The section of the text model in configs of models that also see or hear."""
 
@@ -160,6 +162,11 @@ def read_config(
 
 def _plain(section: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in section.items() if isinstance(value, bool | int | float | str)}
+
+
+def is_count(layers: Any) -> bool:
+    """Whether a config's value is a number of layers."""
+    return type(layers) is int and 0 < layers <= MOST_LAYERS
 
 
 def find_value(raw: RawConfig, section: str, key: str) -> Any:

@@ -16,11 +16,11 @@ from ..errors import CheckpointError, Fault, ProgramError, did_you_mean
 from ..language.schema import SwitchValue
 from ..language.source import Places, read_yaml
 from ..places import PROGRAMS
-from .config import TEXT, ConfigReader, ModelConfig, RawConfig, check_quantisation, find_value, read_config
+from .config import TEXT, ConfigReader, ModelConfig, RawConfig, check_quantisation, find_value, is_count, read_config
 from .files import TensorFiles
 from .model import Model
 from .stored import spellings
-from .window_config import WindowsDecl, is_count, read_windows
+from .window_config import WindowsDecl, read_windows
 
 FAMILIES = PROGRAMS / "families"
 

@@ -8,22 +8,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from ..errors import Fault
-from .config import ModelConfig
+from .config import ModelConfig, is_count
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SIZE = "sliding_window"
 TWO_VALUES = "the config gives two values"
 NOBODY = 1 << 31
 """A place in `layer_types` behind all items: that of a layer whose place is not known."""
-
-
-MOST_LAYERS = 1000
-"""Of a drafter or of its target: more are a damaged number."""
-
-
-def is_count(layers: Any) -> bool:
-    """Whether a config's value is a number of layers."""
-    return type(layers) is int and 0 < layers <= MOST_LAYERS
 
 
 class WindowsDecl(BaseModel):

@@ -71,9 +71,9 @@ def _check_sights(circuit: Circuit, faults: list[Fault]) -> None:
         for node in circuit.nodes:
             sight = Sight.of(node.attr) if node.op == "attention" and node.name in needed else EVERYTHING
             if (sight.window or sight.causal) and sight.block != block:
-                message = f"attention with a window, or that is causal, has the blocks of its entry, which '{entry.name}' says"
-                where = node.where or circuit.name
-                faults.append(Fault(message, where, node.name, f"block={block}", f"block={sight.block}"))
+                message = f"attention with a window, or causal, has other blocks than its entry '{entry.name}'"
+                where, hint = node.where or circuit.name, "A row's own place is counted from the end of its block."
+                faults.append(Fault(message, where, node.name, f"block={block}", f"block={sight.block}", hint))
 
 
 def _check_node(circuit: Circuit, node: Node, types: dict, faults: list[Fault]) -> None:

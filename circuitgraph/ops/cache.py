@@ -265,7 +265,8 @@ class AppendLatent(Op):
 @register
 class LatentAttention(Op):
     """softmax(scale * (q_latent latent^T + q_rotated rotated^T)) latent: attention whose keys and values are one latent row,
-    with projections absorbed into queries and outputs (DeepSeek-V2). Every row from `start` to `length` is visible.
+    with projections absorbed into queries and outputs (DeepSeek-V2). Every row from `start` to `length` is visible:
+    a window is refused.
     """
 
     name = "latent_attention"

@@ -187,7 +187,7 @@ def test_a_program_says_its_blocks() -> None:
     check(circuit)
     for block in (1, 8):
         nodes = [with_attr(node, block=block) if node.op == "attention" else node for node in circuit.nodes]
-        with pytest.raises(CircuitError, match=rf"which 'draft' says; expected block=16; got block={block}"):
+        with pytest.raises(CircuitError, match=rf"than its entry 'draft'; expected block=16; got block={block}"):
             check(circuit.with_nodes(tuple(nodes)))
 
 

@@ -71,10 +71,6 @@ def situation(
         spans = [Span(CONTEXTS[(seed + i) % 10] if context is None else context, 1, (seed + i) % 3) for i in range(live)]
     block_size = (4, 16, 1, 64)[seed % 4]
     case = make_case(runner.circuit, rows, spans, block_size=block_size, generator=generator, max_position=runner.max_position)
-    if runner.circuit.entry(entry).rows == "block":
-        for cache in case.caches.values():  # the rows of a sequence see each other
-            ends = [int(cache.length[: case.live][cache.seq[: case.live] == seq].max()) for seq in range(len(spans))]
-            cache.length[: case.live] = torch.tensor(ends, dtype=torch.int32)[cache.seq[: case.live].long()]
     caches = {
         name: replace(cache, **{part: tensor.to(runner.device) for part, tensor in vars(cache).items()})
         for name, cache in case.caches.items()
