@@ -7,8 +7,9 @@ prefixes is used, or waived by the family file with a reason. All faults of a ch
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from ..circuit.ir import Circuit, Weight
 from ..circuit.types import FLOAT_DTYPES
 from ..errors import CheckpointError, Fault, did_you_mean
+from ..language.schema import SwitchValue
 from ..ops.base import DTYPE_NAMES
 from .config import ModelConfig, scale_block, ties
 from .family import Family, filled, layers_found
@@ -72,6 +74,16 @@ class ReportRow:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class WayIn:
+    """The setting of a switch with which the program would have these weights, too, and how somebody says it."""
+
+    switch: str
+    value: SwitchValue
+    said: str
+    weights: tuple[str, ...]
+
+
 class Account:
     """Finds the tensor of every weight and the weight of every tensor, and collects what does not add up."""
 
@@ -84,14 +96,15 @@ class Account:
         convert: str | None,
         host_dtype: str,
         ways_out: Mapping[str, str],
+        ways_in: Callable[[], Sequence[WayIn]],
     ):
-        """ways_out: weight to the setting of a switch that leaves it out."""
+        """ways_out: weight to the setting of a switch that leaves it out. ways_in: asked where a tensor has no weight."""
         self.family = family
         self.circuit = circuit
         self.config = config
         self.model = model
         self.convert = convert
-        self.ways_out = ways_out
+        self.ways_out, self.ways_in = ways_out, ways_in
         wanted = dict(circuit.dtypes)["wt"]
         self.made_dtypes = {"random": wanted, "host": convert or host_dtype, "packed": wanted}
         self.faults: list[Fault] = []
@@ -362,13 +375,25 @@ class Account:
         return str(info) if info else ""
 
     def _unused_hint(self, tensor: str) -> str:
-        for weight in self.family.file.tensors:
-            if tensor in self._names(weight):
-                if weight in self.refs:
-                    return f"'{weight}' is taken from '{self.refs[weight].name}': remove the one that is out of date."
-                facts = ", ".join(f"{name}={str(value).lower()}" for name, value in self.circuit.facts)
-                return f"It is '{weight}', which these switches leave out: {facts}."
+        named = next((weight for weight in self.family.file.tensors if tensor in self._names(weight)), None)
+        if named in self.refs:
+            return f"'{named}' is taken from '{self.refs[named].name}': remove the one that is out of date."
+        # What belongs to a weight, as its scales do, is left out with it; one expert's stands for those of all.
+        names = {_EXPERT.sub(f".experts.{STACKED}.", name) for name in (tensor, *owners(tensor))}
+        found = {way: weight for way in self._ways for weight in way.weights if not names.isdisjoint(self._names(weight))}
+        facts = dict(self.circuit.facts)
+        switches = dict.fromkeys(way.switch for way in found) or facts
+        left_out = ", ".join(f"{name}={str(facts[name]).lower()}" for name in switches)
+        if found:
+            said = " or ".join(dict.fromkeys(way.said for way in found))
+            return f"It is '{next(iter(found.values()))}', which {left_out} leaves out. If the model uses it, say so: {said}."
+        if named is not None:
+            return f"It is '{named}', which these switches leave out: {left_out}."
         return f"Program '{self.circuit.name}' does not model it. If it does not matter, waive it in family '{self.family.name}'."
+
+    @cached_property
+    def _ways(self) -> Sequence[WayIn]:
+        return self.ways_in()
 
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")

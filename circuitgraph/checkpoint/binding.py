@@ -6,8 +6,9 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..ops.base import TORCH_DTYPES
 from ..places import shipped_programs
 from ..runtime import own_ids
 from ..runtime.rope import RopeSpec, rope_tables
-from .account import Account, ReportRow, TensorRef
+from .account import Account, ReportRow, TensorRef, WayIn
 from .config import MOST_LAYERS, TEXT, ModelConfig, RawConfig, check_quantisation, find_value, is_count, read_raw
 from .family import TARGET_WIDTH, Family, default_family, load_family, recognise
 from .files import TensorFiles
@@ -189,7 +190,7 @@ def load_circuit(
         return resolve(load_program(program), Bindings(dims, switches or {}, act, wt, kv))
     loaded = load_program(program)
     raw = raw or RawConfig(chosen.file.example, f"the example of family '{chosen.name}'")
-    settings = chosen.read_config(raw, attention=_attends(loaded), told=switches or ())
+    settings = chosen.read_config(raw, attention=_attends(loaded), told=switches or (), asked=_asked(loaded))
     _check_values(loaded, chosen, settings)
     _check_block(loaded, chosen, settings)
     bindings = Bindings(settings.values, _decide(loaded, chosen, settings, switches), act, wt, kv)
@@ -245,7 +246,7 @@ def bind(
     opened = _with_target(opened, chosen, target_model)
     chosen.check_likeness(opened)
     chosen.check_beside(opened)
-    config = chosen.read_config(chosen.own_config(opened), attention=_attends(loaded), told=switches or ())
+    config = chosen.read_config(chosen.own_config(opened), attention=_attends(loaded), told=switches or (), asked=_asked(loaded))
     config = chosen.counted(config, opened.tensors)
     opened = _with_lender(opened, chosen, config)
     _check_values(loaded, chosen, config)
@@ -254,7 +255,8 @@ def bind(
     decided = _decide(loaded, chosen, config, switches, opened.tensors)
     bindings = Bindings(config.values, decided, act, wt, kv or act)
     circuit = _resolved(loaded, bindings, config, shipped=wanted is None or _program_name(wanted) is not None)
-    account = Account(chosen, circuit, config, opened, wt, host_dtype, _ways_out(loaded))
+    ways_in = partial(_ways_in, loaded, bindings, circuit, chosen, config, switches or ())
+    account = Account(chosen, circuit, config, opened, wt, host_dtype, _ways_out(loaded), ways_in)
     refs, rows = account.settle()
     _check_map(circuit, refs, opened, config)
     _check_marks(chosen, refs, opened)
@@ -369,6 +371,26 @@ def _ways_out(program: Program) -> dict[str, str]:
     return found
 
 
+def _ways_in(
+    program: Program, bindings: Bindings, circuit: Circuit, family: Family, config: ModelConfig, given: Container[str]
+) -> list[WayIn]:
+    """Every other value of one switch that makes the program need more weights. given: switches that somebody set, whatever the
+    config says."""
+    mine, ways = {weight.name for weight in circuit.weights}, []
+    facts = dict(circuit.facts)
+    for name, values in program.file.switches.items():
+        for value in (value for value in values if value != facts[name]):
+            try:
+                other = resolve(program, replace(bindings, switches={**bindings.switches, name: value}))
+            except ProgramError:  # this config has no numbers for it
+                continue
+            weights = tuple(weight.name for weight in other.weights if weight.name not in mine)
+            setting = None if name in given else family.setting(name, value, config)
+            said = f"{setting} in {config.raw.file}" if setting else f"{name}={str(value).lower()} (--set)"
+            ways.append(WayIn(name, value, said, weights))
+    return ways
+
+
 def _check_map(circuit: Circuit, refs: Mapping[str, TensorRef], model: Model, config: ModelConfig) -> None:
     """The checkpoint's map of own ids stays inside the target's vocabulary.
 
@@ -408,9 +430,15 @@ def _check_marks(family: Family, refs: Mapping[str, TensorRef], model: Model) ->
 
 def _attends(program: Program) -> bool:
     """Whether a program has use for what a config says of attention."""
+    heads = ("num_attention_heads", "num_key_value_heads", "head_dim", "rotary_dim")
+    return bool(program.file.tables) or not _asked(program).isdisjoint(heads)
+
+
+def _asked(program: Program) -> set[str]:
+    """The config keys that a program reads."""
     file = program.file
-    asked = {*file.dims.values(), *file.params.values()}
-    return bool(file.tables) or not asked.isdisjoint(("num_attention_heads", "num_key_value_heads", "head_dim", "rotary_dim"))
+    given = {*file.dims.values(), *file.params.values(), *file.constants.values()}
+    return {key for key in given if isinstance(key, str)}
 
 
 def _is_parameter(value: Any) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,15 +17,14 @@ from ..errors import CheckpointError, Fault, ProgramError, did_you_mean
 from ..language.schema import SwitchValue
 from ..language.source import Places, read_yaml
 from ..places import PROGRAMS
-from .config import TEXT, ConfigReader, ModelConfig, RawConfig, check_quantisation, find_value, is_count, read_config
+from .config import TEXT, ConfigReader, ModelConfig, RawConfig, check_quantisation, find_value, read_config
 from .files import TensorFiles
 from .model import Model
+from .settings import Accepted, ConfigValue, accepts, differing, foreign, places, unknown
 from .stored import spellings
 from .window_config import WindowsDecl, read_windows
 
 FAMILIES = PROGRAMS / "families"
-
-ConfigValue = StrictBool | StrictInt | float | StrictStr
 
 TARGET_WIDTH = "target_hidden_size"
 """The key that says how wide a drafter's target is."""
@@ -35,8 +35,8 @@ class _Strict(BaseModel):
 
 
 class ConfigSwitch(_Strict):
-    """A switch that is decided by a config key, the first of several that the config has; `values`: what it is by what stands
-    there, where it is not that itself. Where the config has none, by whether the file has a `tensor`: `held` or `absent`;
+    """A switch that is decided by a config key, or by several, which then agree; `values`: what it is by what stands there,
+    where it is not that itself. Where the config has none, by whether the file has a `tensor`: `held` or `absent`;
     `default` where there is neither key nor file. equal: two config values without whose equality the tensor may not be absent:
     then it is `default`, and the tensor is missed. Where they are equal, a bare config means `absent`, too."""
 
@@ -48,19 +48,32 @@ class ConfigSwitch(_Strict):
     equal: tuple[str, str] | None = None
     default: SwitchValue
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return _listed(self.config) if self.config else ()
+
+    def meaning(self, value: Any) -> Any:
+        """What the switch is where a key has this value; something else than a switch may be where it cannot be one's."""
+        return self.values.get(value) if self.values and isinstance(value, bool | str) else value
+
+    def value_of(self, meaning: SwitchValue) -> ConfigValue | None:
+        """The value of a key that means this; None where none does."""
+        return next((value for value, meant in self.values.items() if meant == meaning), None) if self.values else meaning
+
 
 class ItemsDecl(_Strict):
     """Layers of the target: a config's list of whole numbers, as a text with spaces between them; `otherwise` without one.
 
-    items: the keys that may have the list; where several do, they agree. exactly: how many items it has. layers: the key
-    that says how many layers the target has, of which the highest is `last` from there. outputs: keys whose lists count what
-    layers put out, where the others count what enters them: one less each.
+    items: the keys that may have the list; where several do, they agree. exactly: how many items it has. distinct: no layer is
+    there twice. layers: the key that says how many layers the target has, of which the highest is `last` from there. outputs:
+    keys whose lists count what layers put out, where the others count what enters them: one less each.
     """
 
     items: str | list[str]
     outputs: str | list[str] = Field(default_factory=list)
     otherwise: str | None = None
     exactly: StrictInt | None = None
+    distinct: StrictBool = False
     layers: str | None = None
     last: StrictInt = -1
 
@@ -136,7 +149,8 @@ class FamilyFile(_Strict):
     required: list[str] = Field(default_factory=list)
     same: dict[str, str] = Field(default_factory=dict)
     target: str | None = None
-    supports: dict[str, list[ConfigValue] | Literal["absent"]] = Field(default_factory=dict)
+    supports: dict[str, Accepted] = Field(default_factory=dict)
+    nested: dict[str, list[str]] = Field(default_factory=dict)
     windows: WindowsDecl | None = None
     ambiguous: dict[str, AmbiguousDecl] = Field(default_factory=dict)
     switches: dict[str, SwitchValue | ConfigSwitch] = Field(default_factory=dict)
@@ -165,9 +179,11 @@ class Family:
         """Whether every condition of one of the family's `recognise` alternatives holds."""
         return any(all(_holds(config, key, wanted) for key, wanted in case.items()) for case in self.file.recognise)
 
-    def read_config(self, raw: RawConfig, *, attention: bool = True, told: Container[str] = ()) -> ModelConfig:
+    def read_config(
+        self, raw: RawConfig, *, attention: bool = True, told: Container[str] = (), asked: Collection[str] = ()
+    ) -> ModelConfig:
         """The config from where this family keeps it. attention: whether the program has any. told: switches that somebody
-        gave, which decide what an ambiguous setting means.
+        gave, which decide what an ambiguous setting means. asked: keys that the program itself reads.
 
         Raises:
             CheckpointError: as `config.read_config`, and for a setting that the family's program does not model.
@@ -175,40 +191,86 @@ class Family:
         defaults = {key: said for key, said in self.file.values.items() if isinstance(said, int | float)}
         config = read_config(raw, self.file.sections, defaults=defaults, required=self.file.required, attention=attention)
         check_quantisation(raw)
-        faults = [*self._unsupported(config, told), *self._told_apart(config), *self._another_width(config), *self._flags(config)]
-        windows, wrong = self._windows(config) if attention and not faults else ({}, [])
+        others = foreign({*self._named, *asked}, attention=attention)
+        faults = [*self._unsupported(config, told), *self._foreign(config, others), *self._told_apart(config, told)]
+        faults += [*self._unknown(config), *self._another_width(config), *self._flags(config)]
+        windows, wrong = read_windows(config, self.file.windows, self.name) if attention and not faults else ({}, [])
         if faults or wrong:
             raise CheckpointError([*faults, *wrong])
         return replace(config, values={**config.values, **windows, **self._values(config)})
+
+    @cached_property
+    def _switched(self) -> frozenset[str]:
+        """Every key that decides a switch."""
+        decls = [decl for decl in self.file.switches.values() if isinstance(decl, ConfigSwitch)]
+        return frozenset(key for decl in decls for key in decl.keys)
+
+    @cached_property
+    def _named(self) -> frozenset[str]:
+        """Every key that the family reads or refuses, as it is spelled there."""
+        file, windows = self.file, self.file.windows
+        made = [key for said in file.values.values() for key in _keys_of(said)]
+        seen = [*windows.size, *windows.everywhere, *windows.block, *windows.causal] if windows else []
+        flags = [decl.own.flag for decl in file.borrowed.values() if decl.own]
+        return frozenset([*file.supports, *self._switched, *file.values, *made, *seen, *file.same, *file.same.values(), *flags])
 
     def _unsupported(self, config: ModelConfig, told: Container[str]) -> list[Fault]:
         """A fault for each setting that the family's program does not model, or that may mean several things."""
         faults = []
         for key, accepted in self.file.supports.items():
-            value, unclear = config.find(key), self.file.ambiguous.get(key)
-            values = value if isinstance(value, list) else [value]
-            fine = not accepted or (accepted != "absent" and all(item in accepted for item in values))
+            unclear = self.file.ambiguous.get(key)
             clear = unclear and (unclear.switch in told or (unclear.unless and config.raw.get(unclear.unless) is not None))
-            decided = clear and type(value) in map(type, accepted)
-            if value is None or fine or decided:
-                continue
-            expected = "no such key" if accepted == "absent" else " or ".join(repr(item) for item in accepted)
-            message = f"family '{self.name}' does not model this setting"
-            hint = f"Program '{self.file.program}' would compute something else."
-            if unclear:
-                message = "the setting means several things"
-                hint = f"Say by the switch '{unclear.switch}' (--set) which one it is here: {unclear.meanings}."
-            faults.append(Fault(message, config.raw.file, key, expected, repr(value), hint))
+            for place, value in places(config, key, self.file.nested).items():
+                if accepts(accepted, value) or (clear and type(value) in map(type, accepted)):
+                    continue
+                fault = self._refused(config, place, accepted, value)
+                if unclear:
+                    hint = f"Say by the switch '{unclear.switch}' (--set) which one it is here: {unclear.meanings}."
+                    fault = replace(fault, message="the setting means several things", hint=hint)
+                faults.append(fault)
         return faults
 
-    def _told_apart(self, config: ModelConfig) -> list[Fault]:
+    def _foreign(self, config: ModelConfig, settings: Mapping[str, Accepted]) -> list[Fault]:
+        """A fault for each setting that other models know, and this family says nothing of."""
+        return [
+            self._refused(config, place, accepted, value, " Remove it if the drafter's own code does not read it.")
+            for key, accepted in settings.items()
+            for place, value in places(config, key, self.file.nested).items()
+            if not accepts(accepted, value)
+        ]
+
+    def _refused(self, config: ModelConfig, place: str, accepted: Accepted, value: Any, remedy: str = "") -> Fault:
+        expected = "no such key" if accepted == "absent" else " or ".join(repr(item) for item in accepted)
+        hint = f"Program '{self.file.program}' would compute something else.{remedy}"
+        message = f"family '{self.name}' does not model this setting"
+        return Fault(message, config.raw.file, place, expected, repr(value), hint)
+
+    def _told_apart(self, config: ModelConfig, told: Container[str]) -> list[Fault]:
         """A fault for each key that is read in one place, and that another place says otherwise."""
         faults = []
         for key, place in self.file.same.items():
-            value, other = config.find(key), config.find(place)
-            if None not in (value, other) and value != other:
-                expected, hint = f"{value!r} as in {key}", "Remove the one that is out of date."
-                faults.append(Fault("the config gives two values", config.raw.file, place, expected, repr(other), hint))
+            found = {at: value for at in (key, place) if (value := config.find(at)) is not None}
+            faults.append(_two_values(config, found, found))
+        decls = {name: decl for name, decl in self.file.switches.items() if isinstance(decl, ConfigSwitch) and name not in told}
+        for keys in dict.fromkeys(decl.keys for decl in decls.values()):  # one key may decide several switches
+            names = [name for name, decl in decls.items() if decl.keys == keys]
+            found = self._said(decls[names[0]], config)
+            meant = {place: decls[names[0]].meaning(value) for place, value in found.items()}
+            switches = f"switch{'es' if len(names) > 1 else ''} {' and '.join(map(repr, names))}"
+            faults.append(_two_values(config, found, meant, f" Or say which by the {switches} (--set)."))
+        return [fault for fault in faults if fault]
+
+    def _said(self, decl: ConfigSwitch, config: ModelConfig) -> dict[str, Any]:
+        """Every place where a config decides a switch, and what stands there."""
+        return {place: value for key in decl.keys for place, value in places(config, key, self.file.nested).items()}
+
+    def _unknown(self, config: ModelConfig) -> list[Fault]:
+        """A fault for each key of a nested object that the family neither reads nor refuses there."""
+        anywhere = {*foreign(self._named, attention=True), *self.file.supports, *self._switched}
+        faults = []
+        for name, idle in self.file.nested.items():
+            inside = {key.removeprefix(f"{name}.") for key in self._named if key.startswith(f"{name}.")}
+            faults += unknown(config, name, {*(key for key in anywhere if "." not in key), *inside, *idle})
         return faults
 
     def _another_width(self, config: ModelConfig) -> list[Fault]:
@@ -280,34 +342,6 @@ class Family:
         in_section = config.section and config.raw.get(f"{config.section}.{key}") is not None
         return f"{config.section}.{key}" if in_section else key
 
-    def _windows(self, config: ModelConfig) -> tuple[dict[str, list], list[Fault]]:
-        """Which rows each layer sees, where the family says how configs tell it; else every one sees all."""
-        if self.file.windows is not None:
-            return read_windows(config, self.file.windows)
-        fault = self._window(config)
-        layers = config.find("num_hidden_layers")
-        count = layers if is_count(layers) else 1
-        return {"windows": [0] * count, "causal": [False] * count}, [fault] if fault else []
-
-    def _window(self, config: ModelConfig) -> Fault | None:
-        """A fault where layers attend to a window only and the family does not say which."""
-        window, limit = config.find("sliding_window"), config.values.get("max_position_embeddings")
-        if window is None or config.find("use_sliding_window") is False:
-            return None
-        layers = config.find("layer_types")
-        if isinstance(layers, list) and layers and "sliding_attention" not in layers:
-            return None
-        if type(window) is int and limit is not None and window >= limit:
-            return None  # it holds every position that the model can have
-        return Fault(
-            f"family '{self.name}' does not model a sliding window",
-            where=config.raw.file,
-            subject="sliding_window",
-            expected=f"null, or max_position_embeddings ({limit}) or more" if limit else "null",
-            got=repr(window),
-            hint="If these layers attend to everything, say so: 'use_sliding_window': false.",
-        )
-
     def check_layers(self, config: ModelConfig, target: RawConfig) -> None:
         """Raises CheckpointError for layers that the program reads and this target has not."""
         count = find_value(target, TEXT, "num_hidden_layers")
@@ -331,13 +365,10 @@ class Family:
             if not isinstance(decl, ConfigSwitch):
                 decided[name] = decl
                 continue
-            keys = _listed(decl.config) if decl.config else ()
-            subject = next((key for key in keys if config.find(key) is not None), keys[0] if keys else None)
-            value = config.find(subject) if subject else None
+            subject, value = next(iter(self._said(decl, config).items()), (next(iter(decl.keys), None), None))
             if value is None and decl.tensor:
                 value = self._told_by_tensor(decl, config, tensors)
-            meant = decl.values.get(value) if decl.values and isinstance(value, bool | str) else value
-            decided[name] = decl.default if value is None else meant  # type: ignore[assignment]
+            decided[name] = decl.default if value is None else decl.meaning(value)
             if type(decided[name]) is not type(decl.default):
                 flag = isinstance(next(iter(decl.values), decl.default), bool)
                 expected = "true or false" if flag else "a text"
@@ -355,6 +386,14 @@ class Family:
         if decl.equal is None:
             return None if tensors is None else decl.absent
         return decl.absent if _equal(decl.equal, config) else None
+
+    def setting(self, name: str, value: SwitchValue, config: ModelConfig) -> str | None:
+        """How the config says that a switch has this value; None where it does not decide it."""
+        decl = self.file.switches.get(name)
+        if not isinstance(decl, ConfigSwitch) or not decl.keys or decl.value_of(value) is None:
+            return None
+        place = next(iter(self._said(decl, config)), decl.keys[0])
+        return f"'{place}': {json.dumps(decl.value_of(value))}"
 
     def candidates(self, weight: str) -> tuple[str, ...]:
         """Tensor names that may hold `weight`, best first; `{layer}` still stands in them. Empty: the family has none."""
@@ -507,6 +546,16 @@ def _wrong_kind(config: ModelConfig, key: str, expected: str, got: Any) -> Fault
     return Fault("the value is of the wrong kind", where=config.raw.file, subject=key, expected=expected, got=repr(got))
 
 
+def _two_values(config: ModelConfig, found: Mapping[str, Any], meant: Mapping[str, Any], more: str = "") -> Fault | None:
+    """A fault where places do not mean the same."""
+    apart = differing(meant)
+    if apart is None:
+        return None
+    first, place = apart
+    expected, hint = f"{found[first]!r} as in {first}", f"Remove the one that is out of date.{more}"
+    return Fault("the config gives two values", config.raw.file, place, expected, repr(found[place]), hint)
+
+
 def _conditions(family: Family) -> str:
     cases = []
     for case in family.file.recognise:
@@ -598,8 +647,20 @@ def _layers(config: ModelConfig, said: ItemsDecl) -> tuple[list[int] | None, lis
     if said.exactly is not None and len(items) != said.exactly:
         expected = f"{said.exactly} layers, whose hiddens the program takes"
         return items, [Fault("the list has another length", where, first, expected, shown[first])]
+    if said.distinct and len(set(items)) < len(items):
+        hint = "Correct it: the drafter reads the hiddens of layers that differ."
+        return items, [Fault("the list repeats a layer", where, first, "each layer once", shown[first], hint)]
     count = config.find(said.layers) if said.layers else None
     return items, _beyond(config, said, items, count if type(count) is int else None, f"as {said.layers} is {count}")
+
+
+def _keys_of(said: Any) -> tuple[str, ...]:
+    """The keys that a value is made of."""
+    if isinstance(said, ItemsDecl):
+        return said.keys
+    if isinstance(said, CountDecl):
+        return (said.count,)
+    return tuple(said.split(" * ")) if isinstance(said, str) else ()
 
 
 def _whole_numbers(items: Any) -> bool:

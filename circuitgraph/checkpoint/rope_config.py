@@ -19,8 +19,17 @@ if TYPE_CHECKING:
 _ALIASES = {"mrope": "default", "su": "longrope"}
 """`mrope` gives text tokens one position on all its axes, which is the ordinary rotation. `su` is longrope's first name."""
 
-_FOREIGN = {"alpha": ("dynamic", "linear"), "short_mscale": ("longrope",), "long_mscale": ("longrope",)}
-"""Keys of other people's variants of a kind (Hunyuan's dynamic, Phi-3-small's longrope), which compute something else."""
+_FOREIGN: dict[str, tuple[tuple[str, ...], Any]] = {
+    "alpha": (("dynamic", "linear"), None),
+    "short_mscale": (("longrope",), None),
+    "long_mscale": (("longrope",), None),
+    "attn_factor": (("yarn",), 1),
+    "extrapolation_factor": (("yarn",), 1),
+    "apply_yarn_scaling": (("yarn",), True),
+    "llama_4_scaling_beta": (tuple(KINDS), 0),
+}
+"""Keys of other people's variants of a kind (Hunyuan's dynamic, Phi-3-small's longrope, vLLM's and Mistral's YaRN), which compute
+something else: the kinds, and the value that changes nothing, if there is one."""
 
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -124,12 +133,11 @@ def _scaling(
 ) -> tuple[tuple[str, Any], ...]:
     """What the kind needs, each value checked, so that computing a table cannot fail."""
     scaling: dict[str, Any] = {}
-    for name, kinds in _FOREIGN.items():
-        if kind in kinds and parameters.get(name) is not None:
-            hint = "It is another model's variant, whose frequencies differ."
-            reader.refuse(
-                f"{key}.{name}", f"RoPE kind '{kind}' is not known with this key", "no such key", parameters[name], hint
-            )
+    for name, (kinds, neutral) in _FOREIGN.items():
+        if kind in kinds and parameters.get(name) not in (None, neutral):
+            hint, expected = "It is another model's variant, which computes something else.", "no such key"
+            message = f"RoPE kind '{kind}' is not known with this key"
+            reader.refuse(f"{key}.{name}", message, expected, parameters[name], hint)
     if _ORIGINAL in KINDS[kind]:
         # Left out, the model was not extended, so its limit is the original; llama3 configs always say.
         value = _agreed(reader, _ORIGINAL, parameters, None if kind == "llama3" else max_position)

@@ -37,14 +37,16 @@ class WindowsDecl(BaseModel):
     causal: list[str] = Field(default_factory=list)
 
 
-def read_windows(config: ModelConfig, said: WindowsDecl) -> tuple[dict[str, list], list[Fault]]:
+def read_windows(config: ModelConfig, said: WindowsDecl | None, family: str) -> tuple[dict[str, list], list[Fault]]:
     """({windows: cache rows that each layer sees, 0 for all; causal: of each layer}, what is wrong).
 
     `layer_types` names each layer's kind. Without it `use_sliding_window` says whether there is a window, and `max_window_layers`
     how many layers at the bottom see all rows all the same (transformers Qwen2Config, Qwen3Config).
+
+    said: None where the family does not say how its configs tell it: then any window is refused.
     """
-    reader = _Reader(config, said)
-    made = reader.read()
+    reader = _Reader(config, said or WindowsDecl(layers="num_hidden_layers"))
+    made = reader.read() if said else reader.without(family)
     return made, reader.faults
 
 
@@ -63,15 +65,34 @@ class _Reader:
         before = config.find(said.after) if said.after else 0
         self.before = before if type(before) is int else NOBODY
 
+    @property
+    def none(self) -> dict[str, list]:
+        """Every layer sees all rows."""
+        return {"windows": [0] * self.count, "causal": [False] * self.count}
+
+    def without(self, family: str) -> dict[str, list]:
+        """None, and a fault where some layer may have a window: of the target's layers nobody knows which is the drafter's."""
+        window, on, kinds = self._positive(SIZE), self._flag("use_sliding_window"), self.config.find("layer_types")
+        named = isinstance(kinds, list) and kinds and SLIDING not in kinds
+        if window is not None and on is not False and not named and not self._holds_all(window):
+            limit = self.config.values.get("max_position_embeddings")
+            self._fault(
+                SIZE,
+                f"family '{family}' does not model a sliding window",
+                f"null, or max_position_embeddings ({limit}) or more" if limit else "null",
+                repr(window),
+                "If these layers attend to everything, say so: 'use_sliding_window': false.",
+            )
+        return self.none
+
     def read(self) -> dict[str, list]:
-        none = {"windows": [0] * self.count, "causal": [False] * self.count}
         sizes = {key: window for key in self.said.size if (window := self._positive(key)) is not None}
         size_key, window = next(iter(sizes.items()), (self.said.size[0], None))
         (_, causal), (forced_by, forced) = self._agreed(self.said.causal), self._agreed(self.said.everywhere)
         on = self._flag("use_sliding_window")
         by, sliding = self._kinds(size_key, window, on, off=forced is not None)
         if self.faults:
-            return none
+            return self.none
         kinds = sliding
         if forced and not any(sliding):
             by, sliding = forced_by, [True] * self.count
@@ -79,7 +100,7 @@ class _Reader:
             self._check(by, on, sizes, size_key)
         rows = 0 if window is None or self._holds_all(window) else window
         windows = [rows if item else 0 for item in sliding]
-        return none if self.faults else {"windows": windows, "causal": kinds if causal is None else [causal] * self.count}
+        return self.none if self.faults else {"windows": windows, "causal": kinds if causal is None else [causal] * self.count}
 
     def _kinds(self, size_key: str, window: int | None, on: bool | None, *, off: bool) -> tuple[str, list[bool]]:
         """(the key that says it, which layers are sliding). off: a window alone means none yet."""

@@ -383,9 +383,7 @@ def test_extra_that_a_switch_leaves_out() -> None:
     message = refusal(lambda: bind("auto", model=edited("mimo_mtp"), switches={"qkv_bias": False}))
     assert message.splitlines()[0] == (
         "m: model.mtp_layers.0.self_attn.k_proj.bias: no weight of the program uses this tensor. "
-        "It is 'layer.attn.k_bias', which these switches leave out: concat=hidden_first, norm=plain, target_hidden=post_norm, "
-        "recycle=post_norm, rope_position=token, rope_style=half, mask_first=true, fc_bias=false, qkv_bias=false, "
-        "output_bias=false, qk_norm=false, attention_gate=false."
+        "It is 'layer.attn.k_bias', which qkv_bias=false leaves out. If the model uses it, say so: qkv_bias=true (--set)."
     )
     assert len(message.splitlines()) == 3
 
@@ -1049,8 +1047,9 @@ def test_norms_before_fc_that_are_not_told_alike(config: dict, message: str) -> 
 
 def test_a_norm_before_fc_that_the_config_or_the_file_lacks() -> None:
     model = edited("eagle3_llama", norms_before_fc("input_norm"))
-    assert "input_norm.weight: no weight of the program uses this tensor. It is 'aux_norm', which these switches leave out" in (
-        refusal(lambda: bind("auto", model=model))
+    assert (
+        "input_norm.weight: no weight of the program uses this tensor. It is 'aux_norm', which norm_before_fc=false leaves out"
+        in (refusal(lambda: bind("auto", model=model)))
     )
     other = edited("eagle3_llama", config={"fc_norm": True}, folder="other")
     message = refusal(lambda: bind("auto", model=other))

@@ -623,14 +623,17 @@ REFUSED: dict[str, tuple[Damage, list[str]]] = {
     **{
         f"EAGLE-3 with {name} that its config does not say": (
             of("eagle3_llama", add(name, torch.ones(64))),
-            [f"m: {name}: no weight of the program uses this tensor. It is '{weight}', which these switches leave out"],
+            [
+                f"m: {name}: no weight of the program uses this tensor. It is '{weight}', which {switch}=false leaves out. ",
+                f"say so: '{key}': true in m/config.json.",
+            ],
         )
-        for name, weight in {
-            "fc_norm.0.weight": "low_norm",
-            "aux_norm_low.weight": "low_norm",
-            "input_norm.weight": "aux_norm",
-            "midlayer.self_attn.o_proj.bias": "o_bias",
-        }.items()
+        for name, weight, switch, key in (
+            ("fc_norm.0.weight", "low_norm", "fc_norm", "fc_norm"),
+            ("aux_norm_low.weight", "low_norm", "fc_norm", "fc_norm"),
+            ("input_norm.weight", "aux_norm", "norm_before_fc", "norm_before_fc"),
+            ("midlayer.self_attn.o_proj.bias", "o_bias", "output_bias", "attention_bias"),
+        )
     },
     **{
         f"EAGLE-3 with {key} and no tensor for it": (
