@@ -147,8 +147,8 @@ def definitions(source: str) -> list[tuple[str, set[str], str]]:
     return [(name, set(re.findall(r"\* __restrict__ (\w+)", given)), body) for name, given, body in found]
 
 
-HELD = re.compile(r" condval\w* = reinterpret_cast<uint64_t>\(\(&\(.*\)\)\);")
-"""Where one of several heads lies, in attention that makes its row: nothing is read there yet."""
+HELD = re.compile(r" (?:condval\w*|address\w*\[0\]) = reinterpret_cast<uint64_t>\(\(&\(.*\)\)\);")
+"""Where one of several heads lies, in launches that make heads: nothing is read there yet."""
 READ = re.compile(r"(?:_ld_global_|_cp_async)\w*\([^;]*?\(void\*\)\(*(\w+)\[0\]")
 """From an address in a register."""
 

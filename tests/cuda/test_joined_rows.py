@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from circuitgraph.kernels.cuda.joined_heads import refuse_joined_heads
 from circuitgraph.plan.fuse import NORMED, QKV
 from tests.cuda.test_emit import source_of
 from tests.cuda.test_warpgroups import NO_JOIN, PARAMS, RULES, dflash, groups_of, plan_of, refusals_of
@@ -33,9 +34,37 @@ def test_heads_are_normed_rotated_and_appended_from_the_parts(rows):
     arguments, text = kernel_with(kernels_of(source_of(plan)), "kv_slot", "sums")
     assert {"kv_k", "kv_v", "attn_q_norm", "attn_k_norm", "rope_cos", "rope_sin", "position"} <= set(arguments.split())
     assert not [name for name in arguments.split() if "linear" in name], "sums are not left in memory once more"
-    assert text.count("sums_ptr[") == parts * 4 * 3  # of four columns of a lane, of a query, a key and a value
-    assert text.index("position_ptr") < text.index("griddepcontrol_wait"), "what is there before the program is asked for ahead"
-    assert text.index("griddepcontrol_wait") < text.index("sums_ptr")
+    early, _, late = text.partition("griddepcontrol_wait")
+    heads = max(1, rows // 32)  # of a warp, so that some 1536 are enough
+    assert early.count("&(sums_ptr[") == heads, "queries, keys and values are one piece of code"
+    assert (early.count("ld_vec_global"), late.count("ld_vec_global_v2_f32(")) == (0, heads * parts * 2)
+    assert late.count("warp_reduce_sum") == heads, "values are not normed apart"
+    for known in ("position", "rope_cos", "rope_sin", "attn_q_norm", "attn_k_norm", "kv_slot"):
+        assert known in early, "what is there before the program is asked for ahead"
+        assert known not in late
+
+
+def test_every_head_is_made_once():
+    for rows, warps in ((16, 768), (32, 1536), (128, 1536)):
+        source = source_of(plan_of(dflash(), rows))
+        (blocks,) = {int(found) for found in re.findall(r"unit_ptr\[0\] = min\(.*, (\d+)\);", source)}
+        assert blocks == warps - 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"attention_bias": True}, "adds no biases"),
+        ({"storage": "fp8 128x128"}, "multiplies no sums by scales"),
+        ({"head_dim": 96}, "makes heads of as many columns, a multiple of 64"),
+        ({}, None),
+    ],
+)
+def test_other_heads_keep_the_general_code(sizes, said):
+    plan = plan_of(dflash(**sizes), 32)
+    group = groups_of(plan)[QKV]
+    assert refuse_joined_heads(plan, group) == said
+    assert ("unit_ptr[0] = min(" in source_of(plan)) == (said is None)
 
 
 def test_a_row_is_joined_and_normed_by_a_cluster():

@@ -62,7 +62,7 @@ def test_a_gate_is_made_where_it_is_needed():
     assert patterns(plan) == [OWN_ROW]
     made = {node.op for node in own(plan).prologue}
     assert made >= {"part", "sigmoid", "rms_norm", "rope", "append"}
-    queries = heads_of(plan, own(plan), own(plan).anchors[0].inputs[0])
+    queries = heads_of(plan, own(plan).prologue, own(plan).anchors[0].inputs[0])
     assert (queries.start, queries.pitch) == (0, 256)
     plan = attending(8, 2, rows=4, **NORMED, attention_gate=True)  # with a cluster, whose threads finish four columns each
     (kernel,) = [text for text in kernels_of(source_of(plan)) if "largest" in text]
@@ -107,7 +107,7 @@ def test_heads_of_another_form_are_refused(op, attr, said, index):
 
 def test_other_positions_of_keys_are_refused():
     plan = attending(8, 2, rows=2, **NORMED)
-    keys = heads_of(plan, own(plan), append_of(own(plan)).inputs[1]).rope
+    keys = heads_of(plan, own(plan).prologue, append_of(own(plan)).inputs[1]).rope
     other = replace(keys, inputs=(keys.inputs[0], "token", *keys.inputs[2:]))
     assert refuse_own_row(*changed(plan, keys, other)) == "rotates queries and keys alike"
 

@@ -113,22 +113,36 @@ def test_few_rows_get_warpgroups_where_nothing_streams():
     assert kernels_of(plan_of(dflash(hidden_size=7168), 16))["head"] == "top1_warpgroups"
 
 
-def test_one_block_has_joined_products_where_there_are_two_launches_anyway():
+def test_from_nine_rows_on_plain_weights_are_multiplied_by_wgmma():
+    joined, streamed = "joined_warpgroups", {"qkv_stream", "linear_stream", "top1_stream"}
     found = kernels_of(plan_of(dflash(), 16))
-    assert (found["qkv"], found["project_norm"]) == ("joined_warpgroups", "joined_warpgroups")
-    assert (found["project"], found["gated"], found["head"]) == ("linear_stream", "linear_stream", "top1_stream")
-    assert "for 4608 columns and more, got 4096 (project_norm)" in refusals_of(plan_of(dflash(), 16))
-    assert "joined" not in str(kernels_of(plan_of(dflash(), 16, "sm_100")))
-    assert "joined" not in str(kernels_of(plan_of(dflash(storage="fp8 128x128"), 16)))
+    assert (found["qkv"], found["project_norm"], found["gated"], found["head"]) == (
+        joined,
+        joined,
+        "linear_warpgroups",
+        "top1_warpgroups",
+    )
+    for other in (plan_of(dflash(), 16, "sm_100"), plan_of(dflash(storage="fp8 128x128"), 16)):
+        assert "warpgroups" not in str(kernels_of(other))
+        assert streamed & set(kernels_of(other).values())
+    assert "for plain weights: quantised ones of few rows are streamed" in refusals_of(other)
 
 
-@pytest.mark.parametrize(("columns", "joined"), [(4096, 1), (6144, 4)])
+def test_short_columns_of_sixteen_rows_are_streamed():
+    """But gate and up, which have no second launch, and the head."""
+    found = kernels_of(plan_of(dflash(hidden_size=2048, num_attention_heads=16, intermediate_size=3072), 16))
+    assert (found["project"], found["gated"], found["head"]) == ("linear_stream", "linear_warpgroups", "top1_warpgroups")
+    assert "for 4096 columns and more, got 2048 (qkv)" in refusals_of(plan_of(dflash(hidden_size=2048), 16))
+
+
+@pytest.mark.parametrize(("columns", "joined"), [(2048, 1), (6144, 4)])
 def test_a_norm_that_nobody_left_is_taken_in_by_a_stream(columns, joined):
     """Of 16 rows and two layers: the second one's queries, keys and values are joined where down before them is."""
-    plan = plan_of(dflash(intermediate_size=columns, num_hidden_layers=2), 16)
+    sizes = {"hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": columns, "num_hidden_layers": 2}
+    plan = plan_of(dflash(**sizes), 16)
     assert [choice.kernel for choice in plan.choices].count("cuda.joined_warpgroups") == joined
     said = "for x that is there: a stream takes in its norm (qkv)"
-    assert (said in refusals_of(plan)) == (columns == 4096)
+    assert (said in refusals_of(plan)) == (columns == 2048)
 
 
 @pytest.mark.parametrize("storage", ["", "fp8 128x128", "nvfp4"])

@@ -311,7 +311,7 @@ def test_what_follows_products_in_parts_is_in_the_launch_that_adds_them(rows):
 @pytest.mark.parametrize(
     ("rows", "target", "said"),
     [
-        (16, "cuda:sm_90a", "for entries of blocks (project_norm)"),
+        (16, "cuda:sm_90a", "for 4096 columns and more, got 2048 (project_norm)"),
         (64, "cuda:sm_80", "sm_80 has no wgmma (project_norm)"),
         (300, "cuda:sm_90a", "for 17-256 rows (project_norm)"),
     ],

@@ -468,15 +468,22 @@ class BlockAttention:
         units, threads = self.queries * self.dim // EACH, self.warps * 32
         turns = -(-units // (parts * threads))
         everything = [self._found((turn * parts + self.part) * threads + self.thread) for turn in range(turns)]
-        if parts > 1:
-            do(T.ptx.barrier.cluster.arrive.release.aligned())
+        joined = []
         for place, column, found in everything:
             shares = self._shares([stats for stats, _ in found])
+            values = register("float32", EACH, "values")
+            for i in range(EACH):
+                put(values, sum(share * sums[i] for share, (_, sums) in zip(shares, found, strict=True)), i)
+            joined.append((place, column, values))
+        if parts > 1:  # A release would wait for all memory. What is added up has come from the others: that is enough.
+            for _, _, values in joined:
+                self._ordered(values, EACH)
+            do(T.ptx.barrier.cluster.arrive.relaxed.aligned())
+        for place, column, values in joined:
             row = hold(self.first_row + T.floordiv(place, self.group), "int32")
             head = hold(self.kv_head * self.group + T.floormod(place, self.group), "int32")
-            values = [hold(sum(share * sums[i] for share, (_, sums) in zip(shares, found, strict=True))) for i in range(EACH)]
             with T.If(T.And(place < self.queries, row < self.rows)), T.Then():
-                finish(row, head, column, values)
+                finish(row, head, column, [values[i] for i in range(EACH)])
         if parts > 1:  # the others may still be reading this block's sums
             do(T.ptx.barrier.cluster.wait.acquire.aligned())
 

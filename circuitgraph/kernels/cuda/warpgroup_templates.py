@@ -14,6 +14,7 @@ from ..base import Kernel, kernel, within
 from .architectures import architecture_of
 from .epilogue import meeting, refuse_epilogue
 from .formats import Format
+from .joined_heads import JoinedHeads, refuse_joined_heads
 from .joined_rows import emit_joined_rows, refuse_joined_rows
 from .plain import Projection
 from .quantised_warpgroups import QuantisedWarpgroups, QuantisedWarpgroupTile
@@ -64,11 +65,14 @@ def tile_rows(plan: Plan) -> int:
 @dataclass(frozen=True)
 class WarpgroupParams:
     """units: of 64 weight rows in a tile, 1 to 3; parts: blocks that share the columns of a tile. 0: what is reckoned to
-    take least time. stages: of the ring, at most; fewer where shared memory is full."""
+    take least time. stages: of the ring, at most; fewer where shared memory is full. plain: for weights that are not quantised
+    alone; columns: of so many columns or more alone."""
 
     units: int = within(0, 0, 3)
     parts: int = within(0, 0, MOST_PARTS)
     stages: int = within(STAGES, 2, STAGES)
+    plain: bool = False
+    columns: int = within(0, 0, 1 << 20)
 
     def tile(self, plan: Plan, group: Group, *, head: bool = False) -> WarpgroupTile:
         weights, columns, _ = sizes_of(plan, group)
@@ -125,6 +129,10 @@ def refuse_warpgroups(plan: Plan, group: Group, params: WarpgroupParams) -> str 
     if group.pattern != QKV and (reason := refuse_meeting(group)):
         return reason
     _, columns, _ = sizes_of(plan, group)
+    if params.plain and format_of(plan, group).storage is not None:
+        return "for plain weights: quantised ones of few rows are streamed"
+    if columns < params.columns:
+        return f"for {params.columns} columns and more, got {columns}"
     if columns % DEPTH:
         return f"{columns} columns are no whole number of stages of {DEPTH}"
     if columns // DEPTH < 8:
@@ -179,11 +187,9 @@ class LinearWarpgroups(Kernel):
 
 @dataclass(frozen=True)
 class JoinedParams(WarpgroupParams):
-    """blocks: for plain weights in entries of blocks alone, and for no norm that a stream would take in; columns: of so many
-    columns or more alone."""
+    """blocks: in entries of blocks alone, and for no norm that a stream would take in."""
 
     blocks: bool = False
-    columns: int = within(0, 0, 1 << 20)
 
 
 @kernel
@@ -199,8 +205,6 @@ class JoinedWarpgroups(Kernel):
     def refuse(plan: Plan, group: Group, params: Any) -> str | None:
         if params.blocks and (reason := JoinedWarpgroups.refuse_few(plan, group)):
             return reason
-        if sizes_of(plan, group)[1] < params.columns:
-            return f"for {params.columns} columns and more, got {sizes_of(plan, group)[1]}"
         reason = refuse_warpgroups(plan, group, params) or refuse_joined_rows(plan, group)
         return reason or ("columns in one part, which no second launch adds" if params.tile(plan, group).parts == 1 else None)
 
@@ -209,8 +213,6 @@ class JoinedWarpgroups(Kernel):
         """Why few rows, which could be streamed, are better streamed, or None."""
         if plan.circuit.entry(plan.entry).rows != "block":
             return "for entries of blocks"
-        if format_of(plan, group).storage is not None:
-            return "for plain weights: quantised ones of few rows are streamed"
         return "for x that is there: a stream takes in its norm" if [node.op for node in group.prologue] == ["rms_norm"] else None
 
     @staticmethod
@@ -223,6 +225,8 @@ class JoinedWarpgroups(Kernel):
         projections = [projection_of(env, [anchor], lambda *_: None) for anchor in group.anchors]
         tiles = emit_tiles(env, group, tile, projections)
         tiles.emit(sums, settles=settles(env.plan, group), joins=False)
+        if group.pattern == QKV and refuse_joined_heads(env.plan, group) is None:
+            return JoinedHeads(env, group, sums).emit()
         emit_joined_rows(env, group, lambda number, row, column: tiles.joined(sums, number, row, column))
 
 

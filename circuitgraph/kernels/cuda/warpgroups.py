@@ -32,7 +32,7 @@ ROWS = 128
 """Rows of x in a tile, at most: 64 sums a thread and unit."""
 OVERLAPPED = 64
 """Rows of x in a tile up to which a stage's products go on while the next ones begin. Of more, few stages fit the ring."""
-STAGES = 12
+STAGES = 24
 """Of the ring, at most."""
 PACE = 40 * 1024
 """Bytes of weights that are on their way when a block asks for a further stage, before it waits: enough to keep the memory busy.
