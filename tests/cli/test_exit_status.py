@@ -107,7 +107,7 @@ def test_every_fault_of_a_program_is_told_with_its_line(tmp_path):
         "entries:\n"
         "  draft: {outputs: [y]}\n"
     )
-    command = [sys.executable, "-m", "circuitgraph.cli", "show", "bad.yaml"]
+    command = [sys.executable, "-m", "circuitgraph", "show", "bad.yaml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "bad.yaml:5" in done.stderr

@@ -57,14 +57,53 @@ def written(loop: list[tuple[str, str]]) -> set[int]:
     return registers
 
 
+def sass_of(plan, folder) -> str:
+    """Of the kernel that attends."""
+    backend = make_backend(Target("cuda", "sm_90a"))
+    built = backend.build(backend.lower([plan]), folder)
+    sass = subprocess.run([str(CUOBJDUMP), "--dump-sass", str(built.library)], capture_output=True, text=True, check=True).stdout
+    (kernel,) = [text for text in sass.split("Function : ") if "tnspB" in text]
+    return kernel
+
+
+ARRIVAL = "UCGABAR_ARV"
+
+
+def from_others(lines: list[tuple[str, str]]) -> list[int]:
+    """Where sums of other blocks are loaded."""
+    return [index for index, (name, _) in enumerate(lines) if name.startswith("LD.E")]
+
+
+def unread(lines: list[tuple[str, str]]) -> set[int]:
+    """Registers with sums of other blocks that nothing reads before the last arrival at the cluster's barrier."""
+    last = max(index for index, (name, _) in enumerate(lines) if name == ARRIVAL)
+    missing: set[int] = set()
+    for index in from_others(lines):
+        name, operands = lines[index]
+        target = re.match(r"R(\d+)", operands)
+        assert target is not None
+        read = {int(found) for _, later in lines[index + 1 : last] for found in re.findall(r"R(\d+)", later.partition(",")[2])}
+        missing |= set(range(int(target[1]), int(target[1]) + (4 if ".128" in name else 2 if ".64" in name else 1))) - read
+    return missing
+
+
 @pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump")
 @pytest.mark.parametrize("dim", [64, 128])
 def test_the_loop_of_attention_keeps_the_queries(dim, tmp_path):
     """ptxas has put weights into their registers, once both products of a tile had one shape."""
-    backend = make_backend(Target("cuda", "sm_90a"))
-    built = backend.build(backend.lower([plan_of(dflash(head_dim=dim), 16)]), tmp_path)
-    sass = subprocess.run([str(CUOBJDUMP), "--dump-sass", str(built.library)], capture_output=True, text=True, check=True).stdout
-    (kernel,) = [text for text in sass.split("Function : ") if "tnspB" in text]
-    loop = loop_of(kernel)
+    loop = loop_of(sass_of(plan_of(dflash(head_dim=dim), 16), tmp_path))
     assert len(held(loop)) == (dim // 4 if dim == 128 else 0)
     assert not held(loop) & written(loop)
+
+
+@pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump")
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+def test_blocks_let_go_when_they_have_added(rows, tmp_path):
+    """A block that is read by others must not end: they arrive when what they add up has come."""
+    lines = [(name, operands) for _, name, operands in LINE.findall(sass_of(plan_of(dflash(), rows), tmp_path))]
+    assert len(from_others(lines)) > 4
+    assert not unread(lines)
+    last = max(index for index, (name, _) in enumerate(lines) if name == ARRIVAL)
+    behind_loads = from_others(lines)[-1] + 1
+    early = [*lines[:behind_loads], lines[last], *lines[behind_loads:last], *lines[last + 1 :]]
+    assert unread(early)

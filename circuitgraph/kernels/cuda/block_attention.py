@@ -475,7 +475,9 @@ class BlockAttention:
             for i in range(EACH):
                 put(values, sum(share * sums[i] for share, (_, sums) in zip(shares, found, strict=True)), i)
             joined.append((place, column, values))
-        if parts > 1:  # A release would wait for all memory. What is added up has come from the others: that is enough.
+        if parts > 1:
+            # A release would wait for all memory. What is added up has come from the others, which is enough: the additions have
+            # to be issued before the arrival. Nothing in PTX says so; a test reads the SASS.
             for _, _, values in joined:
                 self._ordered(values, EACH)
             do(T.ptx.barrier.cluster.arrive.relaxed.aligned())

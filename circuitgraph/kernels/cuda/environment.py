@@ -142,6 +142,11 @@ class CudaEnvironment:
         program starts, whatever ran before it (see `chain`); tokens and hiddens come from the kernels before."""
         return name in self._steady
 
+    def steady_buffer(self, name: str) -> Any:
+        """The buffer of what is read before the wait."""
+        assert self.steady(name), name
+        return self.buffer(name)
+
     def wait(self, *, release: bool = False) -> None:
         """Memory of earlier kernels is complete from here on. Weights, tables and what is `steady` may be read before;
         cache rows that are not this call's, too, once the program is `settled` (see `Query.fresh`), and what the kernel before

@@ -1,5 +1,6 @@
 """Queries, keys and values whose products come in parts: one launch adds the parts, norms and rotates heads, and appends. A warp
-makes one head, and all heads are one piece of code: where keys and values had their own, they were there 2 us after the queries.
+makes one head of a row, or some, whether of queries, keys or values: where keys and values had code of their own, they were there
+2 us after the queries.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class JoinedHeads:
         """The first head of each among all of a row."""
         self.maker = HeadMaker(env, queries, keys, self.dim, types[self.sink].dtype)
         state = state_of(env.plan, self.append)
-        self.caches, self.slots = [env.cache(f"{state}.{part}") for part in ("k", "v")], env.buffer(f"{state}.slot")
+        self.caches, self.slots = [env.cache(f"{state}.{part}") for part in ("k", "v")], env.steady_buffer(f"{state}.slot")
 
     def emit(self) -> None:
         """A warp takes heads of one row, as many as leave `AT_ONCE` warps or fewer: they share its angles."""
@@ -59,7 +60,7 @@ class JoinedHeads:
     def _fetch(self, lane: Any, row: Any, places: list[Any]) -> list[tuple[Turn, Any]]:
         """(what is known of a head before the wait, does anybody want it?) of the heads at these places among all of a row."""
         slot, rope = load_int(self.slots, [row]), self.maker.queries.rope
-        position = load_int(self.env.buffer(rope.inputs[1]), [row]) if rope else None
+        position = load_int(self.env.steady_buffer(rope.inputs[1]), [row]) if rope else None
         cache, there = self.caches[0], hold(T.max(slot, T.int32(0)), "int32", "slot")
         block, offset = T.floordiv(there, cache.block_size), T.floormod(there, cache.block_size)
         line = hold(cache.line(int(self.append.attr["layer"]), block, 0, offset), "int64", "line")

@@ -76,7 +76,7 @@ class OwnRow:
         self.queries, self.keys = (heads_of(env.plan, group.prologue, name) for name in (anchor.inputs[0], append.inputs[1]))
         self.sources = [env.words(name) for name in (self.queries.source, self.keys.source, append.inputs[2])]
         state = state_of(env.plan, append)
-        self.caches, self.slots = [env.cache(f"{state}.{part}") for part in ("k", "v")], env.buffer(f"{state}.slot")
+        self.caches, self.slots = [env.cache(f"{state}.{part}") for part in ("k", "v")], env.steady_buffer(f"{state}.slot")
         self.dim = int(env.plan.circuit.types[append.inputs[1]].shape[2])
         self.maker = HeadMaker(env, self.queries, self.keys, self.dim, kind)
         self.each = self.maker.each
@@ -98,7 +98,7 @@ class OwnRow:
         """All that no kernel before makes, of heads that the warp may have to make: keys and values where the block `appends`."""
         self.count = hold(T.Select(appends, T.int32(self.members + 2), T.int32(self.members)), "int32", "heads")
         rope = self.queries.rope
-        position = load_int(self.env.buffer(rope.inputs[1]), [self.row]) if rope else None
+        position = load_int(self.env.steady_buffer(rope.inputs[1]), [self.row]) if rope else None
         layer, size = int(self.append.attr["layer"]), self.caches[0].block_size
         slot = hold(T.max(self.slot, T.int32(0)), "int32", "slot")
         line = hold(self.caches[0].line(layer, T.floordiv(slot, size), kv_head, T.floormod(slot, size)), "int64", "line")

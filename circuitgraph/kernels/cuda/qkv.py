@@ -99,17 +99,12 @@ class HeadEnds:
         ropes = [end.rope for end in self.ends if end.rope]
         appends = [end for end in self.ends if end.append]
         if ropes:
-            put(self.position, load_int(self._steady(ropes[0].inputs[1]), [row]))
+            put(self.position, load_int(self.env.steady_buffer(ropes[0].inputs[1]), [row]))
         if appends:
-            put(self.slot, load_int(self._steady(f"{state_of(self.env.plan, appends[0].append)}.slot"), [row]))
+            put(self.slot, load_int(self.env.steady_buffer(f"{state_of(self.env.plan, appends[0].append)}.slot"), [row]))
             size = self._cache(appends[0]).block_size
             put(self.block, T.floordiv(T.max(self.slot[0], T.int32(0)), size))
             put(self.offset, T.floormod(T.max(self.slot[0], T.int32(0)), size))
-
-    def _steady(self, name: str) -> Any:
-        """The buffer of what is read before the wait."""
-        assert self.env.steady(name), name
-        return self.env.buffer(name)
 
     def fetch(self, projection: int, column: Any) -> None:
         end = self.ends[projection]
