@@ -62,6 +62,10 @@ class ModelConfig:
         """A key of the section, else of the whole file; None where absent or null."""
         return find_value(self.raw, self.section, key)
 
+    def places(self, key: str) -> tuple[str, ...]:
+        """Where a key may stand: in the section, and at the top of the file."""
+        return (f"{self.section}.{key}", key) if self.section else (key,)
+
 
 def read_raw(source: str | Path | Mapping[str, Any] | RawConfig) -> RawConfig:
     """The config of a folder, of a JSON file, or a mapping that stands for one.

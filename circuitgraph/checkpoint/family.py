@@ -20,7 +20,7 @@ from ..places import PROGRAMS
 from .config import TEXT, ConfigReader, ModelConfig, RawConfig, check_quantisation, find_value, read_config
 from .files import TensorFiles
 from .model import Model
-from .settings import Accepted, ConfigValue, accepts, differing, foreign, places, unknown
+from .settings import Accepted, ConfigValue, accepts, differing, foreign, places_of, unknown
 from .stored import spellings
 from .window_config import WindowsDecl, read_windows
 
@@ -66,7 +66,8 @@ class ItemsDecl(_Strict):
 
     items: the keys that may have the list; where several do, they agree. exactly: how many items it has. distinct: no layer is
     there twice. layers: the key that says how many layers the target has, of which the highest is `last` from there. outputs:
-    keys whose lists count what layers put out, where the others count what enters them: one less each.
+    keys whose lists count what layers put out, where the others count what enters them: one less each. longer: what a list may
+    have beside, for a word where it is too long.
     """
 
     items: str | list[str]
@@ -76,6 +77,7 @@ class ItemsDecl(_Strict):
     distinct: StrictBool = False
     layers: str | None = None
     last: StrictInt = -1
+    longer: str | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -83,9 +85,16 @@ class ItemsDecl(_Strict):
 
 
 class CountDecl(_Strict):
-    """How many items a config's list has."""
+    """How many items a config's list has; of several keys that may have it, the first that does counts."""
 
-    count: str
+    count: str | list[str]
+
+
+class OneDecl(_Strict):
+    """It is one where the file has tensors whose names start with `one`, and none whose names start with `unless`."""
+
+    one: str
+    unless: str
 
 
 class LayerDecl(_Strict):
@@ -144,8 +153,8 @@ class FamilyFile(_Strict):
     unlike: dict[str, str] = Field(default_factory=dict)
     sections: list[str] = Field(default_factory=lambda: [""], min_length=1)
     sizes: Literal["own", "target"] = "own"
-    counts: dict[str, str] = Field(default_factory=dict)
-    values: dict[str, StrictInt | float | StrictStr | ItemsDecl | CountDecl] = Field(default_factory=dict)
+    counts: dict[str, str | OneDecl] = Field(default_factory=dict)
+    values: dict[str, StrictInt | float | StrictStr | list[StrictStr] | ItemsDecl | CountDecl] = Field(default_factory=dict)
     required: list[str] = Field(default_factory=list)
     same: dict[str, str] = Field(default_factory=dict)
     target: str | None = None
@@ -180,10 +189,17 @@ class Family:
         return any(all(_holds(config, key, wanted) for key, wanted in case.items()) for case in self.file.recognise)
 
     def read_config(
-        self, raw: RawConfig, *, attention: bool = True, told: Container[str] = (), asked: Collection[str] = ()
+        self,
+        raw: RawConfig,
+        *,
+        attention: bool = True,
+        told: Container[str] = (),
+        asked: Collection[str] = (),
+        tensors: TensorFiles | None = None,
     ) -> ModelConfig:
         """The config from where this family keeps it. attention: whether the program has any. told: switches that somebody
-        gave, which decide what an ambiguous setting means. asked: keys that the program itself reads.
+        gave, which decide what an ambiguous setting means. asked: keys that the program itself reads. tensors: those of the
+        file, which tells some values itself, whatever the config says.
 
         Raises:
             CheckpointError: as `config.read_config`, and for a setting that the family's program does not model.
@@ -194,10 +210,12 @@ class Family:
         others = foreign({*self._named, *asked}, attention=attention)
         faults = [*self._unsupported(config, told), *self._foreign(config, others), *self._told_apart(config, told)]
         faults += [*self._unknown(config), *self._another_width(config), *self._flags(config)]
+        counted = self._counted(tensors)
+        config = replace(config, values={**config.values, **counted})
         windows, wrong = read_windows(config, self.file.windows, self.name) if attention and not faults else ({}, [])
         if faults or wrong:
             raise CheckpointError([*faults, *wrong])
-        return replace(config, values={**config.values, **windows, **self._values(config)})
+        return replace(config, values={**config.values, **windows, **self._values(config), **counted})
 
     @cached_property
     def _switched(self) -> frozenset[str]:
@@ -219,8 +237,12 @@ class Family:
         faults = []
         for key, accepted in self.file.supports.items():
             unclear = self.file.ambiguous.get(key)
-            clear = unclear and (unclear.switch in told or (unclear.unless and config.raw.get(unclear.unless) is not None))
-            for place, value in places(config, key, self.file.nested).items():
+            clear = unclear and (
+                unclear.switch in told
+                or (unclear.unless and config.raw.get(unclear.unless) is not None)
+                or self._said_by_another(unclear.switch, key, config)
+            )
+            for place, value in places_of(config, key, self.file.nested).items():
                 if accepts(accepted, value) or (clear and type(value) in map(type, accepted)):
                     continue
                 fault = self._refused(config, place, accepted, value)
@@ -230,18 +252,28 @@ class Family:
                 faults.append(fault)
         return faults
 
+    def _said_by_another(self, switch: str, key: str, config: ModelConfig) -> bool:
+        """Whether the config decides a switch by another key than this one: they agree, or are refused for it."""
+        decl = self.file.switches[switch]
+        others = [other for other in decl.keys if other != key] if isinstance(decl, ConfigSwitch) else []
+        return any(places_of(config, other, self.file.nested) for other in others)
+
     def _foreign(self, config: ModelConfig, settings: Mapping[str, Accepted]) -> list[Fault]:
         """A fault for each setting that other models know, and this family says nothing of."""
         return [
             self._refused(config, place, accepted, value, " Remove it if the drafter's own code does not read it.")
             for key, accepted in settings.items()
-            for place, value in places(config, key, self.file.nested).items()
+            for place, value in places_of(config, key, self.file.nested).items()
             if not accepts(accepted, value)
         ]
 
     def _refused(self, config: ModelConfig, place: str, accepted: Accepted, value: Any, remedy: str = "") -> Fault:
-        expected = "no such key" if accepted == "absent" else " or ".join(repr(item) for item in accepted)
+        words = {"absent": "no such key", "empty": "an empty list"}
+        expected = words[accepted] if isinstance(accepted, str) else " or ".join(repr(item) for item in accepted)
         hint = f"Program '{self.file.program}' would compute something else.{remedy}"
+        other = self.file.unlike.get(place.rpartition(".")[2])
+        if other:
+            hint = f"Drafters of family '{other}' have it: if this is one, say family='{other}' (--family)."
         message = f"family '{self.name}' does not model this setting"
         return Fault(message, config.raw.file, place, expected, repr(value), hint)
 
@@ -262,7 +294,7 @@ class Family:
 
     def _said(self, decl: ConfigSwitch, config: ModelConfig) -> dict[str, Any]:
         """Every place where a config decides a switch, and what stands there."""
-        return {place: value for key in decl.keys for place, value in places(config, key, self.file.nested).items()}
+        return {place: value for key in decl.keys for place, value in places_of(config, key, self.file.nested).items()}
 
     def _unknown(self, config: ModelConfig) -> list[Fault]:
         """A fault for each key of a nested object that the family neither reads nor refuses there."""
@@ -270,7 +302,7 @@ class Family:
         faults = []
         for name, idle in self.file.nested.items():
             inside = {key.removeprefix(f"{name}.") for key in self._named if key.startswith(f"{name}.")}
-            faults += unknown(config, name, {*(key for key in anywhere if "." not in key), *inside, *idle})
+            faults += unknown(config, name, {*(key for key in anywhere if "." not in key), *inside, *idle}, self.name)
         return faults
 
     def _another_width(self, config: ModelConfig) -> list[Fault]:
@@ -317,9 +349,12 @@ class Family:
                 if not wrong and (items is not None or said.otherwise is not None):
                     made[key] = said.otherwise if items is None else " ".join(map(str, items))
             elif isinstance(said, CountDecl):
-                items = config.find(said.count)
+                items = _first(config, said.count)
                 if isinstance(items, list):  # what is none is told where the items themselves are read
                     made[key] = len(items)
+            elif isinstance(said, list):
+                if (value := _first(config, said)) is not None:
+                    made[key] = value
             elif isinstance(said, str):
                 parts = {name: made.get(name, config.find(name)) for name in said.split(" * ")}
                 wrong = {name: part for name, part in parts.items() if len(parts) > 1 and type(part) not in (int, float)}
@@ -337,8 +372,12 @@ class Family:
     def spelled(self, key: str, config: ModelConfig) -> str:
         """What a program's key is called in this family's configs, for messages."""
         said = self.file.values.get(key)
-        if config.find(key) is None and isinstance(said, str | ItemsDecl | CountDecl):
-            return said if isinstance(said, str) else said.keys[0] if isinstance(said, ItemsDecl) else said.count
+        if config.find(key) is None and isinstance(said, str):
+            return said
+        if config.find(key) is None and isinstance(said, list | ItemsDecl | CountDecl):
+            keys = _keys_of(said)
+            there = next((place for place in keys if config.find(place) is not None), None)
+            return there or " or ".join(keys)
         in_section = config.section and config.raw.get(f"{config.section}.{key}") is not None
         return f"{config.section}.{key}" if in_section else key
 
@@ -445,12 +484,17 @@ class Family:
             message = f"family '{self.name}' does not model this file"
             raise CheckpointError([Fault(f"{message}: {why}", str(model.path), name, hint=hint) for name, why in found.items()])
 
-    def counted(self, config: ModelConfig, tensors: TensorFiles | None) -> ModelConfig:
-        """The config with those values that the file itself tells, whatever the config says."""
-        if tensors is None or not self.file.counts:
-            return config
-        found = {key: layers_found(pattern, tensors.names) for key, pattern in self.file.counts.items()}
-        return replace(config, values={**config.values, **{key: indices[-1] + 1 for key, indices in found.items() if indices}})
+    def _counted(self, tensors: TensorFiles | None) -> dict[str, int]:
+        """Those values that the file itself tells, whatever the config says."""
+        counted: dict[str, int] = {}
+        for key, said in self.file.counts.items() if tensors is not None else ():
+            assert tensors is not None
+            if isinstance(said, str):
+                indices = layers_found(said, tensors.names)
+                counted.update({key: indices[-1] + 1} if indices else {})
+            elif _begins(said.one, tensors) and not _begins(said.unless, tensors):
+                counted[key] = 1
+        return counted
 
     def waiver(self, tensor: str) -> str | None:
         """Why `tensor` may stay unused, None where it may not."""
@@ -615,6 +659,11 @@ def _held(name: str, tensors: TensorFiles) -> bool:
     return any(_matches(spelling, tensor) for spelling in spellings(name) for tensor in tensors.names)
 
 
+def _begins(prefix: str, tensors: TensorFiles) -> bool:
+    """Whether the file has a tensor whose name starts so."""
+    return any(name.startswith(prefix) for name in tensors.names)
+
+
 def _equal(keys: tuple[str, str], config: ModelConfig) -> bool:
     """Whether the config has one value for both keys."""
     one, other = (config.values.get(key, config.find(key)) for key in keys)
@@ -646,7 +695,8 @@ def _layers(config: ModelConfig, said: ItemsDecl) -> tuple[list[int] | None, lis
             return None, [Fault("the config gives two lists", where, key, f"{shown[first]} as in {first}", shown[key], hint)]
     if said.exactly is not None and len(items) != said.exactly:
         expected = f"{said.exactly} layers, whose hiddens the program takes"
-        return items, [Fault("the list has another length", where, first, expected, shown[first])]
+        hint = said.longer if len(items) > said.exactly else None
+        return items, [Fault("the list has another length", where, first, expected, shown[first], hint)]
     if said.distinct and len(set(items)) < len(items):
         hint = "Correct it: the drafter reads the hiddens of layers that differ."
         return items, [Fault("the list repeats a layer", where, first, "each layer once", shown[first], hint)]
@@ -659,8 +709,15 @@ def _keys_of(said: Any) -> tuple[str, ...]:
     if isinstance(said, ItemsDecl):
         return said.keys
     if isinstance(said, CountDecl):
-        return (said.count,)
+        return _listed(said.count)
+    if isinstance(said, list):
+        return tuple(said)
     return tuple(said.split(" * ")) if isinstance(said, str) else ()
+
+
+def _first(config: ModelConfig, keys: str | list[str]) -> Any:
+    """What the first of these keys that is there says; None where none is. `same` has them agree."""
+    return next((value for key in _listed(keys) if (value := config.find(key)) is not None), None)
 
 
 def _whole_numbers(items: Any) -> bool:

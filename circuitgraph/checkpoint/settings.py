@@ -15,8 +15,8 @@ from ..errors import Fault, did_you_mean
 from .config import ModelConfig
 
 ConfigValue = StrictBool | StrictInt | float | StrictStr
-Accepted = list[ConfigValue] | Literal["absent"]
-"""The values of a setting that are fine (an empty list: all), or that it must not be there."""
+Accepted = list[ConfigValue] | Literal["absent", "empty"]
+"""The values of a setting that are fine (an empty list: all), or that it must not be there, or be an empty list."""
 
 SCORES: dict[str, Accepted] = {
     # what is done with logits: Granite, Cohere, Gemma, Grok, Falcon-H1; vLLM's LogitsProcessor; transformers' MtpModel
@@ -88,14 +88,21 @@ def foreign(named: Container[str], *, attention: bool) -> dict[str, Accepted]:
 
 def accepts(accepted: Accepted, value: Any) -> bool:
     """Is this value of a setting fine; of a list, every item has to be."""
+    if isinstance(accepted, str):
+        return accepted == "empty" and value == []
     items = value if isinstance(value, list) else [value]
-    return not accepted or (accepted != "absent" and all(item in accepted for item in items))
+    return not accepted or all(any(_same(item, fine) for fine in accepted) for item in items)
 
 
-def places(config: ModelConfig, key: str, nested: Iterable[str]) -> dict[str, Any]:
-    """Where a config says `key`, by itself and in the objects `nested`, and what it says there."""
+def places_of(config: ModelConfig, key: str, nested: Iterable[str]) -> dict[str, Any]:
+    """Where a config says `key`, by itself and in the objects `nested`, and what it says there.
+
+    Each may stand in the section and at the top of the file, too. `find_value` takes the section's then; of a setting that no
+    tensor shows, engines differ in which one they take, so that both are to be looked at.
+    """
     inside = () if "." in key else tuple(f"{name}.{key}" for name in nested)
-    return {place: value for place in (key, *inside) if (value := config.find(place)) is not None}
+    all_places = [at for place in (key, *inside) for at in config.places(place)]
+    return {place: value for place in all_places if (value := config.raw.get(place)) is not None}
 
 
 def differing(found: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -109,10 +116,10 @@ def _same(one: Any, other: Any) -> bool:
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
-def unknown(config: ModelConfig, name: str, known: Collection[str]) -> list[Fault]:
+def unknown(config: ModelConfig, name: str, known: Collection[str], family: str) -> list[Fault]:
     """A fault for each key of the object `name` that is none of `known`, and where it is no object."""
     faults = []
-    for place in dict.fromkeys((f"{config.section}.{name}" if config.section else name, name)):
+    for place in config.places(name):
         inside = config.raw.get(place)
         if inside is not None and not isinstance(inside, Mapping):
             faults.append(Fault("the value is of the wrong kind", config.raw.file, place, "an object", repr(inside)))
@@ -122,6 +129,6 @@ def unknown(config: ModelConfig, name: str, known: Collection[str]) -> list[Faul
             near = did_you_mean(key, known)
             hint = f"{near} " if near.startswith("Did you mean") else ""
             hint += "If it changes nothing of what the drafter computes, remove it."
-            message = "no engine is known to read this setting there"
+            message = f"family '{family}' knows no such setting there"
             faults.append(Fault(message, config.raw.file, f"{place}.{key}", "no such key", repr(value), hint))
     return faults

@@ -60,7 +60,8 @@ class _Reader:
     def __init__(self, config: ModelConfig, said: WindowsDecl):
         self.config, self.said = config, said
         self.faults: list[Fault] = []
-        layers = said.layers if isinstance(said.layers, int) else config.find(said.layers)
+        # of `values`, since the file itself may have told it
+        layers: Any = said.layers if isinstance(said.layers, int) else config.values.get(said.layers)
         self.count = layers if is_count(layers) else 1  # what is wrong is told where the key is needed
         before = config.find(said.after) if said.after else 0
         self.before = before if type(before) is int else NOBODY

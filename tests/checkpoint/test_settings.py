@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from circuitgraph.checkpoint import bind, load_circuit, load_family, shipped_families
 from circuitgraph.checkpoint.config import read_raw
-from circuitgraph.checkpoint.settings import LAYERS, SCORES
+from circuitgraph.checkpoint.settings import LAYERS, SCORES, accepts
 from circuitgraph.errors import CheckpointError
 from circuitgraph.language import shipped_programs
 from tests.fixture_cases import FIXTURES
@@ -71,6 +71,7 @@ NESTED = [
     ({"attention_bias": True}, {"qkv_bias": True, "output_bias": True}),
     ({"rope_is_neox_style": False}, {"rope_style": "interleaved"}),
     ({"return_hidden_post_norm": True}, {"recycle": "post_norm"}),
+    ({"has_lm_head": True}, {}),
     ({"norm_before_residual": None, "parallel_draft_heads_num_layers": 1, "next_layer_regular": True}, {}),
 ]
 
@@ -130,16 +131,16 @@ def test_a_nested_setting_reaches_the_tensors() -> None:
         ),
         (
             {"eagle_config": {"norm_before_residul": True}},
-            "config: eagle_config.norm_before_residul: no engine is known to read this setting there; expected no such key; "
+            "config: eagle_config.norm_before_residul: family 'eagle3_llama' knows no such setting there; expected no such key; "
             "got True. Did you mean 'norm_before_residual'? If it changes nothing of what the drafter computes, remove it.",
         ),
         (
             {"eagle_config": {"zzz": 3}},
-            "config: eagle_config.zzz: no engine is known to read this setting there; expected no such key; got 3. If it changes",
+            "config: eagle_config.zzz: family 'eagle3_llama' knows no such setting there; expected no such key; got 3. If ",
         ),
         (
             {"eagle_config": {"draft_vocab_size": 5}},
-            "config: eagle_config.draft_vocab_size: no engine is known to read this setting there",
+            "config: eagle_config.draft_vocab_size: family 'eagle3_llama' knows no such setting there",
         ),
     ],
 )
@@ -171,7 +172,9 @@ def test_what_is_no_object(family: str) -> None:
 
 def test_an_object_in_the_section_of_sizes_is_looked_at() -> None:
     config = {"speculators_model_type": "eagle3", "transformer_layer_config": config_of("eagle3_llama", eagle_config={"zzz": 1})}
-    with pytest.raises(CheckpointError, match=r"transformer_layer_config\.eagle_config\.zzz: no engine is known"):
+    with pytest.raises(
+        CheckpointError, match=r"transformer_layer_config\.eagle_config\.zzz: family 'eagle3_llama' knows no such"
+    ):
         load_circuit("eagle3", config=config)
 
 
@@ -180,13 +183,26 @@ def test_an_object_in_the_section_of_sizes_is_looked_at() -> None:
     [
         ({"use_last_layernorm": True}, "eagle_config.use_last_layernorm: family 'eagle1_llama' does not model this setting"),
         ({"use_aux_hidden_state": True}, "eagle_config.use_aux_hidden_state: family 'eagle1_llama' does not model"),
-        ({"norm_before_fc": True}, "eagle_config.norm_before_fc: no engine is known to read this setting there"),
+        ({"norm_before_fc": True}, "eagle_config.norm_before_fc: family 'eagle1_llama' knows no such setting there"),
     ],
 )
 def test_eagle1_settings_in_an_object(inside: dict, told: str) -> None:
     assert told in refusal("eagle1_llama", eagle_config=inside)
     none = {"use_last_layernorm": False, "use_aux_hidden_state": False, "parallel_draft_step": 1}
     assert changed("eagle1_llama", eagle_config=none) == {}
+    assert changed("eagle1_llama", eagle_config={"has_lm_head": True, "eagle_aux_hidden_state_layer_ids": []}) == {}
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_eagle1_heads_read_no_auxiliary_layers(nested: bool) -> None:
+    """ModelOpt writes an empty list."""
+    ids = {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}
+    message = refusal("eagle1_llama", **({"eagle_config": ids} if nested else ids))
+    assert message == (
+        f"config: {'eagle_config.' if nested else ''}eagle_aux_hidden_state_layer_ids: family 'eagle1_llama' does not model this "
+        "setting; expected an empty list; got [2, 16, 29]. Drafters of family 'eagle3_llama' have it: if this is one, say "
+        "family='eagle3_llama' (--family)."
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,8 +212,8 @@ def test_eagle1_settings_in_an_object(inside: dict, told: str) -> None:
         ({"projector_type": "domino"}, "dflash_config.projector_type: family 'dflash_qwen3' does not model this setting"),
         ({"markov_rank": 8}, "dflash_config.markov_rank: family 'dflash_qwen3' does not model this setting; expected 0; got 8"),
         ({"use_aux_hidden_state": False}, "dflash_config.use_aux_hidden_state: family 'dflash_qwen3' does not model"),
-        ({"sliding_window": 64}, "dflash_config.sliding_window: no engine is known to read this setting there"),
-        ({"is_causal": True}, "dflash_config.is_causal: no engine is known to read this setting there"),
+        ({"sliding_window": 64}, "dflash_config.sliding_window: family 'dflash_qwen3' knows no such setting there"),
+        ({"is_causal": True}, "dflash_config.is_causal: family 'dflash_qwen3' knows no such setting there"),
     ],
 )
 def test_dflash_settings_in_an_object(inside: dict, told: str) -> None:
@@ -209,6 +225,195 @@ def test_a_dflash_setting_in_an_object_is_read() -> None:
     assert changed("dflash_qwen3", attention_bias=None, dflash_config=inside) == {"qkv_bias": True, "output_bias": True}
     none = {"shift_label": False, "use_aux_hidden_state": True, "block_size": 16, "causal": False}
     assert changed("dflash_qwen3", dflash_config=none) == {}
+    none = {"projector_type": "dflash", "attention_mode": "gqa", "conv_kernel_size": 0, "selector_rank": 0}
+    assert changed("dflash_qwen3", dflash_config=none) == {}
+
+
+# -- in either of two places ---------------------------------------------------------------------------------------
+
+ZLAB = {
+    "architectures": ["DFlashDraftModel"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "initializer_range": 0.02,
+    "intermediate_size": 9728,
+    "layer_types": ["full_attention"] * 5,
+    "max_position_embeddings": 262144,
+    "max_window_layers": 5,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 8,
+    "num_target_layers": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000000,
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 248320,
+}
+"""As of z-lab's DFlash for Qwen3.5-4B, without what it says of blocks."""
+BLOCKS: dict[str, Any] = {"block_size": 16, "mask_token_id": 248070, "target_layer_ids": [1, 8, 15, 22, 29]}
+
+
+@pytest.mark.parametrize("nested", [(), ("mask_token_id", "target_layer_ids"), tuple(BLOCKS), ("block_size",)])
+@pytest.mark.parametrize("twice", [True, False])
+def test_what_is_said_of_blocks_may_stand_in_either_place(nested: tuple[str, ...], twice: bool) -> None:
+    config: dict[str, Any] = {**ZLAB, **{key: value for key, value in BLOCKS.items() if twice or key not in nested}}
+    if nested:
+        config["dflash_config"] = {key: BLOCKS[key] for key in nested}
+    circuit = load_circuit("dflash", config=config)
+    made = {"block_size": 16, "mask_token": 248070, "hidden_layers": "1 8 15 22 29"}
+    assert made.items() <= dict(circuit.facts).items()
+    assert next(weight.type.shape for weight in circuit.weights if weight.name == "fc") == (2560, 5 * 2560)
+
+
+@pytest.mark.parametrize(("key", "other"), [("block_size", 8), ("mask_token_id", 5), ("target_layer_ids", [1, 2, 3, 4, 5])])
+def test_two_places_that_differ_are_both_named(key: str, other: Any) -> None:
+    config = {**ZLAB, **BLOCKS, "dflash_config": {**BLOCKS, key: other}}
+    with pytest.raises(CheckpointError) as caught:
+        load_circuit("dflash", config=config)
+    message = str(caught.value)
+    assert f"dflash_config.{key}" in message
+    assert f" {key}" in message
+    assert "the config gives two values" in message
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong"), [("block_size", 1), ("mask_token_id", 248320), ("target_layer_ids", [1, 8, 15, 22, 32])]
+)
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_fault_names_the_place_that_is_there(key: str, wrong: Any, nested: bool) -> None:
+    blocks = {**BLOCKS, key: wrong}
+    with pytest.raises(CheckpointError, match=rf"^config: {r'dflash_config.' if nested else ''}{key}: "):
+        load_circuit("dflash", config={**ZLAB, **({"dflash_config": blocks} if nested else blocks)})
+
+
+@pytest.mark.parametrize("key", BLOCKS)
+def test_what_stands_in_neither_place(key: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"config: dflash_config.{key} or {key}: the key is missing"):
+        load_circuit("dflash", config={**ZLAB, "dflash_config": {other: BLOCKS[other] for other in BLOCKS if other != key}})
+
+
+# -- in a section and at the top -----------------------------------------------------------------------------------
+
+
+def of_speculators(top: dict[str, Any], section: dict[str, Any]) -> dict[str, Any]:
+    layers = {key: value for key, value in config_of("eagle3_llama").items() if key not in ("attention_bias", "draft_vocab_size")}
+    return {
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": 32000,
+        "transformer_layer_config": {**layers, **section},
+        **top,
+    }
+
+
+@pytest.mark.parametrize(
+    ("top", "section", "told"),
+    [
+        (
+            {"norm_before_residual": True},
+            {"norm_before_residual": False},
+            "config: norm_before_residual: the config gives two values; expected False as in "
+            "transformer_layer_config.norm_before_residual; got True",
+        ),
+        (
+            {"attention_bias": True},
+            {"attention_bias": False},
+            "config: attention_bias: the config gives two values; expected False as in transformer_layer_config.attention_bias",
+        ),
+        (
+            {"attention_bias": False},
+            {"attention_bias": True},
+            "config: attention_bias: the config gives two values; expected True as in transformer_layer_config.attention_bias",
+        ),
+        (
+            {"eagle_config": {"norm_before_fc": True}},
+            {"eagle_config": {"norm_before_fc": False}},
+            "config: eagle_config.norm_before_fc: the config gives two values; expected False as in "
+            "transformer_layer_config.eagle_config.norm_before_fc; got True",
+        ),
+        (
+            {"eagle_config": {"use_last_layernorm": False}},
+            {"eagle_config": {"use_last_layernorm": True}},
+            "config: eagle_config.use_last_layernorm: family 'eagle3_llama' does not model this setting; expected True; got",
+        ),
+        (
+            {"logit_scale": 0.5},
+            {"logit_scale": 1.0},
+            "config: logit_scale: family 'eagle3_llama' does not model this setting; expected 1; got 0.5",
+        ),
+        (
+            {"logit_scale": 1.0},
+            {"logit_scale": 0.5},
+            "config: transformer_layer_config.logit_scale: family 'eagle3_llama' does not model this setting; expected 1; got",
+        ),
+        (
+            {"hidden_act": "gelu"},
+            {"hidden_act": "silu"},
+            "config: hidden_act: family 'eagle3_llama' does not model this setting; expected 'silu' or 'swish'; got 'gelu'",
+        ),
+    ],
+)
+def test_a_section_does_not_hide_what_the_top_says(top: dict, section: dict, told: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load_circuit("eagle3", config=of_speculators(top, section))
+    assert str(caught.value).startswith(told)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_section_and_the_top_that_say_the_same() -> None:
+    said = {"norm_before_residual": True, "attention_bias": True, "hidden_act": "silu", "eagle_config": {"norm_before_fc": True}}
+    one, both = (dict(load_circuit("eagle3", config=of_speculators(said, inside)).facts) for inside in ({}, said))
+    assert one == both
+    assert one["norm_before_residual"] is one["norm_before_fc"] is one["output_bias"] is True
+
+
+@pytest.mark.parametrize(
+    ("key", "top", "section"),
+    [("attention_bias", True, False), ("logit_scale", 0.5, 1.0), ("hidden_act", "gelu", "silu")],
+)
+def test_the_text_models_section_does_not_hide_it_either(key: str, top: Any, section: Any) -> None:
+    config = {**config_of("qwen3_5_mtp", **{key: section}), key: top}
+    with pytest.raises(CheckpointError, match=f"^config: {key}: family 'qwen3_5_mtp' does not model this setting"):
+        load_circuit("mtp_dense", config=config)
+
+
+def test_sizes_may_differ_between_a_section_and_the_top() -> None:
+    """The top of a file may have the target's."""
+    circuit = load_circuit("eagle3", config=of_speculators({"intermediate_size": 99, "num_hidden_layers": 40}, {}))
+    assert next(weight.type.shape for weight in circuit.weights if weight.name == "ffn.up_proj") == (14336, 4096)
+
+
+# -- that mean several things --------------------------------------------------------------------------------------
+
+
+def test_the_other_key_of_a_switch_says_what_is_meant() -> None:
+    both = {"norm_output": True, "eagle_config": {"return_hidden_post_norm": True}}
+    assert changed("eagle3_llama", **both) == {"recycle": "post_norm"}
+    assert "norm_output: the setting means several things" in refusal("eagle3_llama", norm_output=True)
+    both["eagle_config"] = {"return_hidden_post_norm": False}
+    assert "eagle_config.return_hidden_post_norm: the config gives two values" in refusal("eagle3_llama", **both)
+    assert "norm_output: family" not in refusal("eagle3_llama", **both)
+
+
+@pytest.mark.parametrize(("accepted", "value"), [([1], True), ([0], False), ([False], 0), ([True], 1)])
+def test_true_is_no_one(accepted: list, value: Any) -> None:
+    assert not accepts(accepted, value)
+    assert not accepts(accepted, [value])
+    assert accepts(accepted, [accepted[0], float(accepted[0]) if type(accepted[0]) is int else accepted[0]])
+
+
+def test_an_empty_list_alone_is_fine() -> None:
+    assert accepts("empty", [])
+    assert not accepts("empty", [1])
+    assert not accepts("empty", False)
+    assert not accepts("absent", [])
 
 
 # -- that other models know ----------------------------------------------------------------------------------------
@@ -335,6 +540,44 @@ def test_auxiliary_layers_that_are_repeated(settings: dict, told: str) -> None:
     assert refusal("eagle3_llama", **settings).startswith(told)
 
 
+def test_the_verifiers_last_layer_among_the_auxiliary_ones() -> None:
+    hint = "The last one may be the verifier's own last layer, which the head does not read: remove it then."
+    assert refusal("eagle3_llama", eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 16, 29, 32]}).endswith(hint)
+    assert hint not in refusal("eagle3_llama", eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 16]})
+
+
+# -- layers that a config copied from the target counts -------------------------------------------------------------
+
+
+def one_midlayer(more: dict[str, str] | None = None, **settings: Any) -> None:
+    """The fixture in m, with some tensors once more under another name."""
+    shutil.copytree(FIXTURES / "eagle3_llama", "m", dirs_exist_ok=True)
+    tensors = load_file("m/model.safetensors")
+    assert any(name.startswith("midlayer.") for name in tensors)
+    save_file(tensors | {new: tensors[old].clone() for new, old in (more or {}).items()}, "m/model.safetensors")
+    config = json.loads(Path("m/config.json").read_text())
+    Path("m/config.json").write_text(json.dumps({**config, **settings}))
+
+
+@pytest.mark.parametrize("kinds", [None, ["full_attention"] * 40, ["full_attention"]])
+def test_a_midlayer_is_one_layer_whatever_the_config_says(kinds: list[str] | None) -> None:
+    one_midlayer()
+    plain = bind("auto", model="m")
+    one_midlayer(num_hidden_layers=40, layer_types=kinds)
+    bound = bind("auto", model="m")
+    assert bound.config.values["num_hidden_layers"] == 1
+    assert bound.digest == plain.digest
+
+
+def test_layers_behind_a_midlayer_are_those_of_the_config() -> None:
+    one_midlayer({"layers.1.input_layernorm.weight": "midlayer.input_layernorm.weight"}, num_hidden_layers=2)
+    with pytest.raises(CheckpointError, match=r"no tensor for weight 'more_0\.attn\.q_proj'"):
+        bind("auto", model="m")
+
+
+# -- block drafters of small targets -------------------------------------------------------------------------------
+
+
 def test_targets_of_few_layers_have_block_drafters_that_read_one_twice() -> None:
     """z-lab spreads the ids evenly and rounds."""
     assert facts("dflash_qwen3", dflash_config={"target_layer_ids": [1, 2, 2, 2, 3]})["hidden_layers"] == "1 2 2 2 3"
@@ -374,7 +617,7 @@ def unused(
         ("dflash_qwen3", "layers.2.self_attn.q_proj.bias", {}, "It is 'layers_2.attn.q_bias', which qkv_bias=false leaves out. "
          "If the model uses it, say so: 'attention_bias': true in m/config.json."),
         ("qwen3_dense_mtp", "mtp_layers.0.self_attn.o_proj.bias", {}, "It is 'layer.attn.o_bias', which output_bias=false leaves "
-         "out. If the model uses it, say so: 'attention_bias': true in m/config.json."),
+         "out. If the model uses it, say so: 'transformer_layer_config.attention_bias': true in m/config.json."),
         ("glm4_moe_mtp", "model.layers.2.self_attn.q_norm.weight", {"use_qk_norm": False}, "It is 'layer.attn.q_norm', which "
          "qk_norm=false leaves out. If the model uses it, say so: 'use_qk_norm': true in m/config.json."),
         ("mimo_mtp", "model.mtp_layers.0.self_attn.q_proj.bias", {"attention_bias": False}, "It is 'layer.attn.q_bias', which "
