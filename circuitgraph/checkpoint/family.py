@@ -487,11 +487,12 @@ class Family:
     def _counted(self, tensors: TensorFiles | None) -> dict[str, int]:
         """Those values that the file itself tells, whatever the config says."""
         counted: dict[str, int] = {}
-        for key, said in self.file.counts.items() if tensors is not None else ():
-            assert tensors is not None
+        if tensors is None:
+            return counted
+        for key, said in self.file.counts.items():
             if isinstance(said, str):
-                indices = layers_found(said, tensors.names)
-                counted.update({key: indices[-1] + 1} if indices else {})
+                if indices := layers_found(said, tensors.names):
+                    counted[key] = indices[-1] + 1
             elif _begins(said.one, tensors) and not _begins(said.unless, tensors):
                 counted[key] = 1
         return counted

@@ -135,9 +135,10 @@ def _scaling(
     scaling: dict[str, Any] = {}
     for name, (kinds, neutral) in _FOREIGN.items():
         if kind in kinds and parameters.get(name) not in (None, neutral):
-            hint, expected = "It is another model's variant, which computes something else.", "no such key"
-            message = f"RoPE kind '{kind}' is not known with this key"
-            reader.refuse(f"{key}.{name}", message, expected, parameters[name], hint)
+            hint = "It is another model's variant, which computes something else. "
+            hint += "Remove it if the drafter's own code does not read it."
+            expected = "no such key" if neutral is None else f"no such key, or {neutral!r}"
+            reader.refuse(f"{key}.{name}", f"RoPE kind '{kind}' is not known with this key", expected, parameters[name], hint)
     if _ORIGINAL in KINDS[kind]:
         # Left out, the model was not extended, so its limit is the original; llama3 configs always say.
         value = _agreed(reader, _ORIGINAL, parameters, None if kind == "llama3" else max_position)

@@ -153,7 +153,7 @@ REFUSALS = {
     "Hunyuan's dynamic": (
         {**PLAIN, "max_position_embeddings": 64, "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}},
         "config: rope_scaling.alpha: RoPE kind 'dynamic' is not known with this key; expected no such key; got 1000.0. "
-        "It is another model's variant, which computes something else.",
+        "It is another model's variant, which computes something else. Remove it if the drafter's own code does not read it.",
     ),
     "yarn's optional keys": (
         {

@@ -693,6 +693,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 )
 def test_rotations_of_other_peoples_yarn(key: str, neutral: Any, other: Any) -> None:
     assert changed("eagle3_llama", rope_scaling={**YARN, key: neutral}) == {}
-    assert f"rope_scaling.{key}: RoPE kind 'yarn' is not known with this key; expected no such key; got {other}" in refusal(
-        "eagle3_llama", rope_scaling={**YARN, key: other}
-    )
+    said = refusal("eagle3_llama", rope_scaling={**YARN, key: other})
+    expected = f"expected no such key, or {1 if key == 'attn_factor' else neutral!r}; got {other}"
+    assert f"rope_scaling.{key}: RoPE kind 'yarn' is not known with this key; {expected}" in said
+    assert "Remove it if" in said
